@@ -185,6 +185,33 @@ def _inside(folder: pathlib.Path) -> list[pathlib.Path]:
     )
 
 
+def rows(name: str) -> tuple[Rows, Rows | None]:
+    """All rows of a dataset, with all columns: (to train on, held out or None if it has no split).
+
+    Raises DataError, now or while they are read.
+    """
+    if name.startswith("hf:"):
+        train, held_out = hub.load(name.removeprefix("hf:"), name)
+        of_split = None if held_out is None else _numbered(name, "held-out row", held_out)
+        return _numbered(name, "row", train), of_split
+    with reading(name):
+        remote = buckets.remote(name)
+        paths = buckets.files(name, f"--dataset={name}") if remote else _files(name)
+    files = _checked(name, paths)
+    if text := [path for path in files if kind(path) == "text"]:
+        raise DataError(
+            f"--dataset={name}: {text[0].name} is text without columns; use .jsonl, .parquet or .csv files"
+        )
+
+    def every() -> Rows:
+        for path in files:
+            with _explained(name, path):
+                columns = hub.parquet_columns(path) if kind(path) == "parquet" else []
+                yield from _rows(name, path, columns)
+
+    return every(), None
+
+
 def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
     """Returns `files`. Raises DataError if they can't be read as one dataset."""
     if unread := [file for file in files if _suffix(file) in UNREAD]:

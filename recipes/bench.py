@@ -8,6 +8,7 @@
     python -m recipes.bench experts       # communication and FLOPs of a mixture of experts, for TPUs
     python -m recipes.bench memory        # compiled peak memory of a step, against an estimate
     python -m recipes.bench cycles        # cycles of a compiled TPU step, by operation
+    python -m recipes.bench roofline      # least times of a compiled GPU step, by kind of kernel
     python -m recipes.bench depth         # compile time of 80 layers against 8
     python -m recipes.bench gpu           # kernel checks, tokens/s and MFU, with a sweep
     python -m recipes.bench data          # throughput of the input pipeline and of tokenizing
@@ -32,6 +33,7 @@ WORDS = {
     "experts": "experts.experts",
     "memory": "memory.memory",
     "cycles": "cycles.cycles",
+    "roofline": "roofline.roofline",
     "depth": "compiled.depth",
     "gpu": "gpu.gpu",
     "data": "running.data",

@@ -91,7 +91,8 @@ def main(devices: Devices, flags: Generate) -> None:
         if -1 < (value := getattr(flags, name)) < 0:
             raise UserError(f"--{name}={value} must be ≥ 0, or -1 for the model's own; try 0.9")
     source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)
-    if not hasattr(entries.model(source.metadata["entry"]), "decode"):
+    model = entries.model(source.metadata["entry"])
+    if not hasattr(model, "decode") or not checkpoint.config_of(source).causal:
         raise UserError(
             f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
             "generates no text; use a language model"

@@ -16,11 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .kernels import (
-    TILE, Request, Settings, blockwise, choose_kernel, flash, flash_gradients,
-)  # fmt: skip
-from .layers import Kind, adapters, add_bias, dot, gather, project, rope_angles, rotate
-from .sharding import auto, constrain, explicit, mesh_axes, param, per_device, shards
+from .kernels import Request, Settings, blockwise, choose_kernel
+from .layers import Kind, adapters, add_bias, gather, project, rope_angles, rotate
+from .sharding import constrain, explicit, mesh_axes, param, per_device, shards
 
 
 class Attention(nnx.Module):
@@ -113,6 +111,7 @@ class Attention(nnx.Module):
                 striped=positions.striped,
                 soft_cap=self.soft_cap,
                 sinks_N=sinks_N,
+                causal=self.config.causal,
             )
         else:
             from .cache import attend_to_cache
@@ -133,7 +132,7 @@ class Attention(nnx.Module):
 
 
 def grown(q_BTNH: jax.Array, numbers_BT: jax.Array, growth: float, kind: Kind) -> jax.Array:
-    """Queries, larger at positions beyond multiples of the original length (config.Variant)."""
+    """Queries, larger at positions beyond multiples of the original length (variant.Variant)."""
     scaling: Any = kind.rope_scaling
     times_BT = jnp.maximum(numbers_BT, 0) // scaling.original_length  # padding is before 0
     factor_BT11 = (1 + growth * jnp.log1p(times_BT.astype(jnp.float32)))[..., None, None]
@@ -193,7 +192,10 @@ def make_positions(
     if lengths_B1 is not None:
         length = constrain(lengths_B1, "batch", None)[..., None]
     elif segment_ids_BT is not None and config.scales_by_length:
-        positions_BT, length_BT = places_in_documents(config, segment_ids_BT)
+        from .rope_scaling import places_in_documents
+
+        ids_BT = stripe(config, segment_ids_BT, back=True)
+        positions_BT, length_BT = (stripe(config, x_BT) for x_BT in places_in_documents(ids_BT))
         length = length_BT[..., None]
     return Positions(
         segment_ids_BT=segment_ids_BT,
@@ -207,27 +209,6 @@ def make_positions(
         seen={kind: cache.seen(kind.window) for kind in config.kinds} if cache else {},
         cache=cache,
     )
-
-
-def places_in_documents(config, segment_ids_BT) -> tuple[jax.Array, jax.Array]:
-    """Each token's place in its document and the document's length, both [B, T].
-
-    So a packed document is scaled like one that has a row of its own. Documents are runs of equal ids.
-    """
-    last_T = segment_ids_BT.shape[1] - 1
-
-    def find(ids_BT):
-        place_1T = jnp.arange(ids_BT.shape[1])[None]
-        ends_BT = ids_BT[:, 1:] != ids_BT[:, :-1]  # whether the next token is of another document
-        is_first_BT = jnp.pad(ends_BT, ((0, 0), (1, 0)), constant_values=True)
-        is_last_BT = jnp.pad(ends_BT, ((0, 0), (0, 1)), constant_values=True)
-        first_BT = jax.lax.cummax(jnp.where(is_first_BT, place_1T, 0), axis=1)
-        last_BT = jax.lax.cummin(jnp.where(is_last_BT, place_1T, last_T), axis=1, reverse=True)
-        return jnp.stack((place_1T - first_BT, last_BT - first_BT + 1))
-
-    ids_BT = constrain(stripe(config, segment_ids_BT, back=True), "batch", "seq")
-    place_BT, length_BT = auto(find, None, "batch", "seq")(ids_BT)
-    return stripe(config, place_BT), stripe(config, length_BT)
 
 
 def stripe(config, x_BT, *axes: str, back: bool = False) -> Any:
@@ -258,8 +239,9 @@ def attend(
     striped: bool = False,
     soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
+    causal: bool = True,
 ) -> jax.Array:
-    """Causal softmax attention with the best kernel for the device. Returns [B, T, N, H].
+    """Softmax attention with the best kernel for the device. Returns [B, T, N, H].
 
     A position attends to itself and to earlier positions in its own segment and sliding window.
     Values, and so outputs, may have another H than queries and keys.
@@ -270,10 +252,10 @@ def attend(
       striped: whether positions are in stripes; see context.has_stripes.
       soft_cap: limits scores smoothly; see layers.soft_cap.
       sinks_N: a score per head that takes part in the softmax and has no value.
+      causal: False: it also attends to later positions, in a window to as many as before.
     """
     _, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    settings = Settings(positions=T, window=window, soft_cap=soft_cap)
+    settings = Settings(positions=T, window=window, causal=causal, soft_cap=soft_cap)
     exchange = None
     if shards("seq") > 1:
         from .context import around_devices, choose_exchange
@@ -289,28 +271,16 @@ def attend(
         exchange=exchange,
         soft_cap=soft_cap is not None,
         sinks=sinks_N is not None,
+        two_sided=window is not None and not causal,
     )
     kernel = choose_kernel(kernel, request).kernel
     seq = "seq" if exchange == "ring" else None  # else each device has all positions of its heads
     heads, kv_heads = "heads", "kv_heads"
     if exchange == "all-to-all":
         heads, kv_heads = ("heads", "seq"), ("kv_heads", "seq")
-    if mesh_axes(heads) != mesh_axes(kv_heads) or K % shards(kv_heads):
-        # Give each device the kv heads of its own queries, repeated no more than that takes.
-        times = math.lcm(K, shards(heads)) // K
-        kv_heads = heads
-        if times > 1:
-            repeat = functools.partial(
-                jnp.repeat,
-                repeats=times,
-                axis=2,
-                out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
-            )
-            k_BSKH, v_BSKH = repeat(k_BSKH), repeat(v_BSKH)
-        k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
-        v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
+    k_BSKH, v_BSKH, kv_heads = with_own_kv_heads(k_BSKH, v_BSKH, seq, heads, kv_heads)
     if kernel == "xla":
-        return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads)
+        return blockwise(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, kv_heads, causal)
     q_axes = ("batch", seq, heads, None)  # H whole, whatever the rules
     kv_axes = ("batch", seq, kv_heads, None)
     out_BTNH = per_device(
@@ -322,65 +292,37 @@ def attend(
     return constrain(out_BTNH, "batch", "seq", "heads", "head_dim") if exchange else out_BTNH
 
 
+def with_own_kv_heads(k_BSKH, v_BSKH, seq, heads, kv_heads) -> tuple:
+    """Gives each device the kv heads of its own queries, repeated no more than that takes.
+
+    Args:
+      seq, heads, kv_heads: the logical axes of S, of the queries' N and of K.
+
+    Returns: (keys, values, the logical axes of their K).
+    """
+    K = k_BSKH.shape[2]
+    if mesh_axes(heads) == mesh_axes(kv_heads) and K % shards(kv_heads) == 0:
+        return k_BSKH, v_BSKH, kv_heads
+    times = math.lcm(K, shards(heads)) // K
+    if times > 1:
+        repeat = functools.partial(
+            jnp.repeat,
+            repeats=times,
+            axis=2,
+            out_sharding=explicit("batch", "seq", "kv_heads", "head_dim"),
+        )
+        k_BSKH, v_BSKH = repeat(k_BSKH), repeat(v_BSKH)
+    k_BSKH = constrain(k_BSKH, "batch", seq, heads, None)
+    v_BSKH = constrain(v_BSKH, "batch", seq, heads, None)
+    return k_BSKH, v_BSKH, heads
+
+
 def attend_on_device(kernel: str, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
     """One device's part of `attend`: [B, T, N, H]."""
     if kernel == "cudnn":
         from .cudnn import cudnn
 
         return cudnn(settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
-    T = settings.positions
-    if segment_ids_BT is None:
-        segment_ids_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32)
-    # Whole tiles for `flash`; the padding is a segment of its own.
-    pad = (0, -T % TILE if T > TILE and kernel == "flash" else 0)
-    ids_BT = jnp.pad(segment_ids_BT, ((0, 0), pad), constant_values=jnp.iinfo(jnp.int32).min)
-    heads_first = (x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
-    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), pad, (0, 0))) for x in heads_first)
-    out: Any = _attend(kernel, settings, q, (k, v, ids_BT), sinks_N)
-    return out[:, :, :T].swapaxes(1, 2)
+    from .flash import attend_by_blocks
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kernel, settings, q_BNTH, kv, sinks_N):
-    return _attend_forward(kernel, settings, q_BNTH, kv, sinks_N)[0]
-
-
-def _attend_forward(kernel, settings, q_BNTH, kv, sinks_N):
-    output, _ = _functions(kernel, settings)
-    out, log_sum = output(settings, q_BNTH, kv, kv[2], jnp.int32(0))
-    if sinks_N is not None:
-        total = jnp.logaddexp(log_sum, sinks_N.astype(jnp.float32)[None, :, None])
-        out = out * jnp.exp(log_sum - total)[..., None]
-        log_sum = total
-    out = out.astype(q_BNTH.dtype)
-    return out, (q_BNTH, kv, sinks_N, out, log_sum)
-
-
-def _attend_backward(kernel, settings, saved, grad):
-    q_BNTH, kv, sinks_N, out, log_sum = saved
-    _, gradients = _functions(kernel, settings)
-    dq, dk, dv = gradients(settings, q_BNTH, kv, kv[2], jnp.int32(0), out, log_sum, grad)
-    dsinks_N = None
-    if sinks_N is not None:
-        share_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - log_sum)
-        dsinks_N = -(share_BNT * dot("BNTH,BNTH->BNT", out, grad)).sum((0, 2))
-        dsinks_N = dsinks_N.astype(sinks_N.dtype)
-    dkv = dk.astype(kv[0].dtype), dv.astype(kv[1].dtype), None
-    return dq.astype(q_BNTH.dtype), dkv, dsinks_N
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _functions(kernel, settings):
-    """Forward and backward functions of a kernel, wrapped for a ring if needed."""
-    output, gradients = flash, flash_gradients
-    if kernel == "splash":
-        from .splash import splash, splash_gradients
-
-        output, gradients = splash, splash_gradients
-    if settings.ring:
-        from .context import around_ring
-
-        return around_ring(output, gradients)
-    return output, gradients
+    return attend_by_blocks(kernel, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)

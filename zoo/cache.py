@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .kernels import NOT_SEEN
-from .layers import dense_weight, dot, gather, soft_cap
+from .layers import LowPrecisionWeight, dot, gather, soft_cap
 from .sharding import auto, constrain, explicit, mesh_axes, reshape, shards
 from .stack import fit_rules
 from .vocabulary import unembed
@@ -134,6 +134,16 @@ def attend_absorbed(
         axes=(None, "heads", None),
     )
     return jnp.einsum("BTNC,CNV->BTNV", out_BTNC, up_CNH[..., nope:])
+
+
+def dense_weight(module, name: str) -> jax.Array:
+    """The module's weight of this name in use, with its adapter's product added if it has one."""
+    weight = getattr(module, name)
+    w = weight.dequantized() if isinstance(weight, LowPrecisionWeight) else weight[...]
+    if name in module.lora:
+        adapter = module.lora[name]
+        w = w + jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale
+    return w
 
 
 def attend_to_cache(

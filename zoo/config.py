@@ -1,11 +1,11 @@
-"""Compute: how to compute a decoder, the fields and checks that the Config of each one inherits."""
+"""What a decoder's Config states: its architecture, and how to compute it."""
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from .kernels import KERNELS
-from .layers import Dynamic, Kind, LongRope, Yarn, read_scaling
+from .layers import Kind, RopeScaling
 from .stack import REMAT_POLICIES
 
 CHOICES = {  # field → its valid values
@@ -18,11 +18,51 @@ CHOICES = {  # field → its valid values
 # Fields by which activations are multiplied or divided: from 1e-6 to 1e6, which float32 can bear.
 FACTORS = ("embed_scale", "residual_scale", "attention_scale", "logits_divisor", "soft_cap")
 FACTORS += ("logits_soft_cap", "route_scale", "swiglu_limit")
-NORMS = ("before", "after", "both")  # valid values of Variant.norms
+
+
+class Architecture:
+    """What decoders read of a Config. It declares these as fields or properties; what has a value
+    here, it may leave out.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    layer_kinds: tuple[Kind, ...] = ()  # one period of Kinds, repeated over the depth
+    period: tuple[
+        str, ...
+    ] = ()  # for layers of unequal shapes: the stack of each layer of a period
+    tie_embeddings: bool = True
+    causal: bool = True  # whether a position attends to earlier ones only
+    dense_layers: int = 0  # the first ones, which have an MLP in place of experts
+    embed_scale: float = 1.0
+    logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    query_growth: float = 0.0
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of one period of layers; layer l has kind l mod len(kinds)."""
+        return self.layer_kinds or (Kind(self.sliding_window, self.rope_theta, self.rope_scaling),)
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dims of a head that rotary embeddings rotate."""
+        return self.head_dim
+
+    @property
+    def scales_by_length(self) -> bool:
+        """Whether attention depends on the length of a row or on places in it, not on distances alone."""
+        scalings = (kind.rope_scaling for kind in self.kinds)
+        return self.query_growth > 0 or any(x is not None and x.by_length for x in scalings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compute:
+class Compute(Architecture):
     """How to compute a decoder, and its adapters: fields of every decoder's Config.
 
     The comment beside a field of a Config is also the help text of its flag in the recipes.
@@ -46,45 +86,12 @@ class Compute:
     loss_chunk: int = 256  # positions of a sequence with logits at once; see positions_at_once
     unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
 
-    # What a Config may declare as fields of its own:
-    layer_kinds = ()  # one period of Kinds, repeated over the depth, for layers that differ
-    period = ()  # for layers of unequal shapes: the stack of each layer of a period
-    dense_layers = 0  # the first ones, which have an MLP in place of experts
-    dense_mlp = 0  # hidden width of that MLP
-    mtp_depth = 0  # layers that predict the second-next token, 0 or 1
-    groups = 1  # of experts; a position's experts are in its `top_groups` best groups
-    top_groups = 1
-    sliding_window = None
-    rope_scaling = None
-    logits_soft_cap = None
-    embed_scale = 1.0
-    logits_divisor = 1.0
-    query_growth = 0.0
-
     ROTARY: ClassVar[str] = "rope_dim"  # the field that rotary_dim comes from, if not head_dim
     REMAT: ClassVar[dict] = REMAT_POLICIES
     # Others are ≥ 1.
     MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("lora_rank", "pipe_microbatches", "mtp_depth")
 
-    @property
-    def kinds(self: Any) -> tuple[Kind, ...]:
-        """The kinds of one period of layers; layer l has kind l mod len(kinds)."""
-        if self.layer_kinds:
-            return self.layer_kinds
-        return (Kind(self.sliding_window, self.rope_theta, self.rope_scaling),)
-
-    @property
-    def scales_by_length(self) -> bool:
-        """Whether attention depends on the length of a row or on places in it, not on distances alone."""
-        scalings = (kind.rope_scaling for kind in self.kinds)
-        return self.query_growth > 0 or any(isinstance(x, Dynamic | LongRope) for x in scalings)
-
-    @property
-    def rotary_dim(self: Any) -> int:
-        """The dims of a head that rotary embeddings rotate."""
-        return self.head_dim
-
-    def __post_init__(self: Any):
+    def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
         # Saved configs have kinds and rotary scalings as tuples.
         if self.rope_scaling is not None:
@@ -94,10 +101,23 @@ class Compute:
             kinds = tuple(k._replace(rope_scaling=read_scaling(k.rope_scaling)) for k in kinds)
             object.__setattr__(self, "layer_kinds", kinds)
         for name, valid in (CHOICES | {"remat": tuple(self.REMAT)}).items():
-            value = getattr(self, name)
+            value = vars(self)[name]
             if value not in valid:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(filter(None, valid))}")
-        self._check_rotary()
+        for kind in self.kinds:
+            if kind.rope_theta is not None and not 1 < kind.rope_theta < math.inf:
+                raise ValueError(f"rope_theta={kind.rope_theta} must be a finite number > 1")
+        self._check_numbers()
+        targets = type(self).lora_targets
+        for name in self.lora_targets:
+            if name not in targets:
+                raise ValueError(
+                    f"lora_targets has {name!r}, which is not one of {', '.join(targets)}"
+                )
+        self._check_heads()
+        self._check_kinds()
+
+    def _check_numbers(self):
         for name, value in vars(self).items():
             least = 0 if name in self.MAY_BE_ZERO else 1
             if type(value) is int and value < least:
@@ -106,27 +126,10 @@ class Compute:
                 raise ValueError(f"{name}={value} must be a finite number ≥ 0")
             if name in FACTORS and value is not None and not 1e-6 <= value <= 1e6:
                 raise ValueError(f"{name}={value} must be from 1e-06 to 1e+06")
-        if self.mtp_depth > 1:
-            raise ValueError(f"mtp_depth={self.mtp_depth} is not one of 0, 1")
-        targets = type(self).lora_targets
-        for name in self.lora_targets:
-            if name not in targets:
-                raise ValueError(
-                    f"lora_targets has {name!r}, which is not one of {', '.join(targets)}"
-                )
-        self._check_heads()
+            if name == "mtp_depth" and value not in (0, 1):
+                raise ValueError(f"mtp_depth={value} is not one of 0, 1")
 
-    def _check_rotary(self: Any):
-        for kind in self.kinds:
-            if kind.rope_theta is not None and not 1 < kind.rope_theta < math.inf:
-                raise ValueError(f"rope_theta={kind.rope_theta} must be a finite number > 1")
-            for name, value in vars(kind.rope_scaling).items() if kind.rope_scaling else ():
-                for number in value if isinstance(value, tuple) else (value,):
-                    is_positive = isinstance(number, int | float) and 0 < number < math.inf
-                    if not is_positive and name != "truncate":
-                        raise ValueError(f"rope_scaling has {name}={number}, which must be > 0")
-
-    def _check_heads(self: Any):
+    def _check_heads(self):
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % kv_heads:
             raise ValueError(f"num_heads={heads} is not divisible by num_kv_heads={kv_heads}")
@@ -135,79 +138,32 @@ class Compute:
             raise ValueError(
                 f"{name}={self.rotary_dim} must be even: rotary embeddings rotate pairs of dims"
             )
-        for scaling in {kind.rope_scaling for kind in self.kinds}:
-            counts = (
-                {len(scaling.short), len(scaling.long)} if isinstance(scaling, LongRope) else {}
-            )
-            pairs = self.rotary_dim // 2
-            if wrong := {*counts} - {pairs}:
-                raise ValueError(
-                    f"a LongRope has {min(wrong)} factors, and a head has {pairs} rotary pairs"
-                )
-        if self.layer_kinds and self.sliding_window:
+        for kind in self.kinds:
+            if kind.rope_scaling is not None:
+                kind.rope_scaling.check(self.rotary_dim // 2)
+
+    def _check_kinds(self):
+        kinds = self.layer_kinds
+        if kinds and self.sliding_window:
             raise ValueError(
                 f"sliding_window={self.sliding_window} and layer_kinds exclude each other; state "
                 "each kind's window in layer_kinds"
             )
-        if len(self.layer_kinds) > self.num_layers:
+        if len(kinds) > self.num_layers:
             raise ValueError(
-                f"layer_kinds has {len(self.layer_kinds)} kinds, more than "
-                f"num_layers={self.num_layers}"
+                f"layer_kinds has {len(kinds)} kinds, more than num_layers={self.num_layers}"
             )
-        for kind in self.layer_kinds:
+        for kind in kinds:
             if kind.window is not None and kind.window < 1:
                 raise ValueError(
                     f"layer_kinds has window={kind.window}, which must be ≥ 1, or None"
                 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant(Compute):
-    """What relatives of Llama do differently, off by default: fields of Transformer and MoE."""
+def read_scaling(stored) -> RopeScaling | None:
+    """A rotary scaling, also from its `as_tuple`, as saved configs have it. Raises ValueError."""
+    if stored is None or isinstance(stored, RopeScaling):
+        return stored
+    from .rope_scaling import from_tuple
 
-    norms: str = "before"  # of a sublayer: "before" it, "after" it (OLMo 2) or "both" (GLM-4)
-    qkv_bias: bool = False
-    o_bias: bool = False  # of attention's output
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    joint_qk_norm: bool = False  # QK-norm over all heads together (OLMo 2); needs qk_norm
-    rotary_dims: int = 0  # the first dims of a head, which rotate; 0: all
-    embed_scale: float = 1.0  # factor of embeddings (Granite, as the next three)
-    residual_scale: float = 1.0  # factor of what a sublayer adds to the residual
-    attention_scale: float | None = None  # factor of scores; None: 1 / sqrt(head_dim)
-    logits_divisor: float = 1.0
-    # Queries at position t are multiplied by 1 + query_growth · ln(1 + ⌊t / original length⌋), with
-    # the original length of their rotary scaling (Ministral 3).
-    query_growth: float = 0.0
-
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = (*Compute.MAY_BE_ZERO, "rotary_dims")
-    ROTARY: ClassVar[str] = "rotary_dims"
-
-    @property
-    def rotary_dim(self: Any) -> int:
-        return self.rotary_dims or self.head_dim
-
-    @property
-    def biases(self) -> tuple[str, ...]:
-        """The projections of attention that have a bias."""
-        return ("q", "k", "v") * self.qkv_bias + ("o",) * self.o_bias
-
-    @property
-    def query_scale(self: Any) -> float:
-        """The factor of queries whose scores are divided by sqrt(head_dim)."""
-        if self.attention_scale is None:
-            return 1.0
-        return self.attention_scale * math.sqrt(self.head_dim)
-
-    def __post_init__(self: Any):
-        super().__post_init__()
-        if self.norms not in NORMS:
-            raise ValueError(f"norms={self.norms!r} is not one of {', '.join(NORMS)}")
-        if self.joint_qk_norm and not self.qk_norm:
-            raise ValueError("joint_qk_norm needs qk_norm")
-        if self.query_growth and not all(isinstance(k.rope_scaling, Yarn) for k in self.kinds):
-            raise ValueError("query_growth needs rotary embeddings scaled by Yarn in all layers")
-        if self.rotary_dims > self.head_dim:
-            raise ValueError(
-                f"rotary_dims={self.rotary_dims} is more than head_dim={self.head_dim}"
-            )
+    return from_tuple(stored)

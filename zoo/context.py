@@ -47,9 +47,9 @@ def around_devices(settings: Settings, striped: bool) -> Settings:
 
 
 def has_stripes(config, seq_len: int) -> bool:
-    """Whether, on a ring, device d of n has each nth position from d on, so that all devices see
-    equally many keys (Brandon et al. 2023). With windows, keys are near, and parts are consecutive;
-    so they are where layers of another kind carry a state along T.
+    """Whether device d of n on a ring has the positions d, d + n, d + 2n, …, so that all devices see
+    equally many keys (Brandon et al. 2023). With windows, or layers that carry a state along T, each
+    device has consecutive positions.
     """
     on_ring = choose_exchange(config.context, config.num_heads) == "ring"
     consecutive = config.period or any(kind.window for kind in config.kinds)
@@ -83,17 +83,17 @@ def reorder(config, x_BT, *axes: str, back: bool = False) -> jax.Array:
 
 
 def hops_of(settings: Settings) -> int:
-    """How many devices back the earliest visible keys are."""
+    """How many devices back the earliest visible keys are; later ones are as far, around the ring."""
     back = (
         settings.devices
-        if settings.window is None
+        if settings.window is None or not settings.causal
         else -(-(settings.window - 1) // settings.positions)
     )
     return min(back, settings.devices - 1)
 
 
 def offset_of(settings: Settings, hop):
-    """Query i sees key j, which came `hop` devices, if 0 ≤ i + offset - j < window."""
+    """The offset between queries and keys that came `hop` devices, as in kernels.flash."""
     here = jax.lax.axis_index(settings.ring)
     there = (here - hop) % settings.devices
     return (

@@ -17,7 +17,7 @@ from .kernels import Settings, compute_capability
 from .layers import dot
 from .sharding import device
 
-NOT_SEEN = -(2.0**41)  # as JAX has it: cuDNN subtracts larger numbers wrongly
+NOT_SEEN = -(2.0**41)  # as in JAX; cuDNN subtracts larger numbers wrongly
 
 
 class Scores(NamedTuple):
@@ -25,10 +25,11 @@ class Scores(NamedTuple):
 
     scale: float
     window: int | None
+    causal: bool
 
 
 def cudnn(settings: Settings, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N):
-    """Causal attention, [B, T, N, H], with windows and sinks, without soft caps.
+    """Attention, [B, T, N, H], with sinks and windows to earlier positions, without soft caps.
 
     The library wants one H, a multiple of 8, so others are padded with zeros.
 
@@ -37,7 +38,8 @@ def cudnn(settings: Settings, q_BTNH, k_BTKH, v_BTKH, ids_BT, sinks_N):
     """
     value_dim = v_BTKH.shape[-1]
     widest = max(q_BTNH.shape[-1], value_dim)
-    scores = Scores(scale=q_BTNH.shape[-1] ** -0.5, window=settings.window)
+    scale = q_BTNH.shape[-1] ** -0.5
+    scores = Scores(scale=scale, window=settings.window, causal=settings.causal)
     q_BTNH, k_BTKH, v_BTKH = (
         jnp.pad(x, (*[(0, 0)] * 3, (0, widest + -widest % 8 - x.shape[-1])))
         for x in (q_BTNH, k_BTKH, v_BTKH)
@@ -96,7 +98,7 @@ def packs() -> bool:
 class Documents(NamedTuple):
     """The documents of one pass, in the order of their positions.
 
-    Behind the last document, starts and lengths are X and 0.
+    After the last document, starts are X and lengths 0.
     """
 
     starts_P: jax.Array  # in X
@@ -126,8 +128,8 @@ def find_documents(ids_BT, number) -> Documents:
 def documents_per_row(T: int) -> int:
     """Documents of a row, on average, that fit into one pass.
 
-    The kernel starts all blocks of all P documents, whether they are there or not: with 8 instead
-    of 4, rows of 1,024 take a quarter longer. JAX takes 1 for rows that aren't packed.
+    The kernel launches the blocks of all P documents, present or not: with 8 instead of 4, rows of
+    1,024 take a quarter longer. JAX uses 1 for rows that aren't packed.
     """
     return min(max(2, T // 256), 8)
 
@@ -218,13 +220,16 @@ def _library(scores: Scores, bias, documents: Documents | None):
     """(JAX's module for cuDNN, the options of its primitives)."""
     from jax._src.cudnn import fused_attention_stablehlo as library
 
-    mask = library.MaskType
+    masks = library.MaskType
+    mask = masks.CAUSAL if scores.causal else masks.NO_MASK
+    if documents is not None:
+        mask = masks.PADDING_CAUSAL if scores.causal else masks.PADDING
     options: dict[str, Any] = {
         "scale": scores.scale,
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, False),  # whether there is a bias, and its gradient
-        "mask_type": mask.CAUSAL if documents is None else mask.PADDING_CAUSAL,
+        "mask_type": mask,
         "layout": library.AttentionLayout.BTNH.value,
         "sliding_window_length": scores.window,
     }

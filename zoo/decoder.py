@@ -50,10 +50,11 @@ class Decoder(nnx.Module):
     layers: Any
     axes: AxisNames = DECODER
     mtp: Any = None  # a head for the second-next token, see mtp.py
+    unembed_bias: Any = None  # of logits, [V]
 
     def __init__(self, config: Any, layer, final_norm=None, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = vocabulary(config, rngs=rngs)
+        self.make_tables(config, rngs)
         first = config.dense_layers
         if first:
             dense_layer = functools.partial(layer, config, dense=True)
@@ -66,6 +67,10 @@ class Decoder(nnx.Module):
             self.layers = stack(functools.partial(layer, config), config.num_layers - first, rngs)
         self.final_norm = final_norm or RMSNorm(config.embed, config.norm_eps)
         self.unembed = None if config.tie_embeddings else vocabulary(config, rngs=rngs)
+
+    def make_tables(self, config, rngs: nnx.Rngs) -> None:
+        """Makes what embeds tokens."""
+        self.embed = vocabulary(config, rngs=rngs)
 
     # ---- what a user calls
 
@@ -82,7 +87,7 @@ class Decoder(nnx.Module):
         x_BTD, table_RVD, *_ = self.trunk(tokens_BT, segment_ids_BT)
         # Embeddings instead of logits: V may be uneven.
         x_BTD = stripe(self.config, gather(x_BTD), "act_embed", back=True)
-        return unembed(x_BTD, table_RVD, self.config)
+        return unembed(x_BTD, table_RVD, self.config, self.bias_copies())
 
     @fit_rules
     def loss(self, tokens, targets, segment_ids=None):
@@ -104,6 +109,20 @@ class Decoder(nnx.Module):
         means |= {f"load_{e}": load for e, load in enumerate(load_E)}
         aux = objective.aux | {name: (mean, objective.count) for name, mean in means.items()}
         return objective.total, objective.count, aux
+
+    @fit_rules
+    def log_probs(self, tokens, targets, segment_ids=None) -> jax.Array:
+        """The log-probability of each target, float32 [B, T]; 0 for padding. Arguments as in `loss`.
+
+        Layers in stages are not supported.
+        """
+        from .log_probs import log_probs
+
+        batch = Batch(*(stripe(self.config, x) for x in (tokens, targets, segment_ids)))
+        tables = self.tables()
+        x_BTD, _ = self.run_training(tables, batch)
+        log_probs_BT = log_probs(self.final_norm(x_BTD), tables[-1], batch.targets, self.config)
+        return stripe(self.config, log_probs_BT, back=True)
 
     def prefill(self, tokens_BT, lengths_B, slots: int):
         """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.
@@ -158,12 +177,16 @@ class Decoder(nnx.Module):
         tables = (self.embed,) if self.unembed is None else (self.embed, self.unembed)
         return [table_copies(table, self.config.dtype) for table in tables]
 
-    def begin(self, tables, tokens_BT, positions: Positions):
+    def bias_copies(self) -> jax.Array | None:
+        """Copies of the bias of logits, [R, V] in float32; None without one."""
+        return self.unembed_bias and table_copies(self.unembed_bias, "float32")
+
+    def begin(self, tables, tokens_BT, positions: Positions, **more):
         """The input of the stacked layers, and the keys and values of the dense layers or None.
 
-        In a pipeline, the dense layers are part of the first stage.
+        In a pipeline, the dense layers are part of the first stage. `more`: see `embed_tokens`.
         """
-        x_BTD = self.embed_tokens(tables, tokens_BT, positions)
+        x_BTD = self.embed_tokens(tables, tokens_BT, positions, **more)
         first = self.config.dense_layers
         if not first:
             return x_BTD, None
@@ -186,18 +209,21 @@ class Decoder(nnx.Module):
         if cache is not None:
             pasts = {ATTENTION: numbers(self.layers[ATTENTION])} | cache.states
         layers = {name: (self.layers[name], pasts[name]) for name in self.layers}
-        x_BTD, outputs = self.scan(layers, x_BTD, positions)
+        x_BTD, outputs = self.scan(layers, x_BTD, positions, self.config.kinds)
         metrics = [metrics for _, metrics in outputs.values()]
         metrics = jax.tree.map(lambda *x: jnp.concatenate(x), *metrics)
         return x_BTD, {name: kept for name, (kept, _) in outputs.items()}, metrics
 
     def run_stack(self, layers, x_BTD, positions: Positions, first_number: int):
         """Runs layers of a stack. A layer reads its part of a cache by its number."""
-        past = positions.cache and first_number + numbers(layers)
-        x_BTD, (kv, metrics) = self.scan((layers, past), x_BTD, positions)
+        past = None if positions.cache is None else first_number + numbers(layers)
+        kinds = self.config.kinds
+        first_kind = first_number % len(kinds)
+        kinds = kinds[first_kind:] + kinds[:first_kind]
+        x_BTD, (kv, metrics) = self.scan((layers, past), x_BTD, positions, kinds)
         return x_BTD, kv, metrics
 
-    def scan(self, layers, x_BTD, positions: Positions):
+    def scan(self, layers, x_BTD, positions: Positions, kinds):
         """Runs pairs of layers and their `past`; see stack.scan_layers."""
         config = self.config
 
@@ -209,9 +235,7 @@ class Decoder(nnx.Module):
             return x_BTD, (kv if positions.generates else None, metrics)
 
         remat = config.REMAT[config.remat]
-        return scan_layers(
-            run_layer, x_BTD, layers, config.kinds, remat, config.unroll, config.period
-        )
+        return scan_layers(run_layer, x_BTD, layers, kinds, remat, config.unroll, config.period)
 
     @property
     def stacks(self) -> list:
@@ -251,7 +275,9 @@ class Decoder(nnx.Module):
 
     def finish(self, tables, x_BTD, targets_BT):
         """The cross entropy after the layers: (sum in nats, number of targets)."""
-        return cross_entropy(self.final_norm(x_BTD), tables[-1], targets_BT, self.config)
+        x_BTD = self.final_norm(x_BTD)
+        bias_RV = self.bias_copies()
+        return cross_entropy(x_BTD, tables[-1], targets_BT, self.config, bias_RV)
 
     def add_costs(self, total, metrics):
         """Adds the weighted means over the layers of the metrics in `costs`."""

@@ -21,15 +21,19 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend
 from .config import Compute
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts
-from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, Yarn, adapters, gather, project, rotate
+from .experts import (
+    EXPERT_REMAT, check_experts, check_groups, even_load, feed_forward, make_experts,
+)  # fmt: skip
+from .layers import (
+    GatedMLP, Kind, RMSNorm, RopeScaling, adapters, add_output, gather, project, rotate,
+)  # fmt: skip
+from .rope_scaling import Yarn
 from .sharding import Rules, complete_tables, constrain, explicit, param
-from .strategies import EXPERT_DECODER, expert_rules
+from .expert_strategies import EXPERT_DECODER, expert_rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +77,22 @@ class Config(Compute):
     REMAT = EXPERT_REMAT
     MAY_BE_ZERO = (*Compute.MAY_BE_ZERO, "q_latent", "dense_layers", "dense_mlp")
 
-    num_kv_heads = property(lambda self: self.num_heads)
-    head_dim = property(lambda self: self.nope_dim + self.rope_dim)
-    rotary_dim = property(lambda self: self.rope_dim)
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rope_dim
 
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
+        check_groups(self)
         if self.mscale and not self.rope_scaling:
             raise ValueError("mscale needs a rope_scaling")
 
@@ -161,26 +174,14 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
         width = config.dense_mlp if dense else config.shared_experts * config.mlp
         self.mlp = GatedMLP(config, width=width, rngs=rngs)
-        routed = functools.partial(
-            GatedExperts,
-            config,
-            biased=config.sigmoid,
-            normalize=config.normalize,
-            sigmoid=config.sigmoid,
-            scale=config.route_scale,
-        )
-        self.experts = None if dense else routed(rngs=rngs)
+        self.mlp_gate = None
+        self.experts = None if dense else make_experts(config, config.sigmoid, rngs=rngs)
 
     def __call__(self, x_BTD, positions, kind, past=None):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
-        x_BTD += checkpoint_name(out_BTD, "sublayer")
-        normed_BTD = self.mlp_norm(x_BTD)
-        out_BTD = self.mlp(normed_BTD)
-        metrics = {}
-        if self.experts is not None:
-            routed_BTD, metrics = self.experts(normed_BTD, positions)
-            out_BTD += routed_BTD
-        return x_BTD + checkpoint_name(out_BTD, "sublayer"), kv, metrics
+        x_BTD = add_output(x_BTD, out_BTD)
+        out_BTD, metrics = feed_forward(self, self.mlp_norm(x_BTD), positions)
+        return add_output(x_BTD, out_BTD), kv, metrics
 
 
 class DeepSeek(Decoder):
@@ -204,11 +205,7 @@ class DeepSeek(Decoder):
 
     def update_buffers(self, objective):
         if self.config.sigmoid:
-            load_LE = objective.metrics["load"]
-            step_LE = self.config.balance_rate * jnp.sign(objective.count - load_LE)
-            self.layers.experts.bias[...] += step_LE[: len(self.layers.experts.bias[...])]
-            if self.config.mtp_depth:
-                self.mtp.layer.experts.bias[...] += step_LE[-1]
+            even_load(objective, self.config.balance_rate, self.layers, self.mtp)
 
 
 class LatentAttention(nnx.Module):

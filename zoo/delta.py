@@ -1,7 +1,7 @@
 """Gated delta networks (Yang et al. 2024): layers with a state that travels along a sequence.
 
-Each head keeps a matrix S, which maps keys to values. A position forgets a part of it, replaces
-what S holds for its key by its own value, as far as it writes, and reads S with its query:
+Each head keeps a matrix S, which maps keys to values. A position decays S, moves the value that S
+holds for its key towards its own, and reads S with its query:
 
     S ← decay · S;   S ← S + k · (write · (v - Sᵀk))ᵀ;   out = Sᵀq
 

@@ -10,7 +10,7 @@ that a device receives.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,24 +33,44 @@ class ExpertMatmul:
         return jax.lax.ragged_dot(x, weight, group_sizes=self.sizes_E)
 
 
-def by_capacity(
-    expert, split, num_experts, slots, x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights
-):
+class Choice(NamedTuple):
+    """The experts of each position, best first."""
+
+    expert_BTJ: jax.Array
+    weight_BTJ: jax.Array
+    place_BTJ: jax.Array  # how many earlier positions of the row chose the same expert
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalExperts:
+    """The experts on a device."""
+
+    compute: Callable  # see `expert` of experts.mix
+    weights: tuple  # [E here, ...]
+    number: int  # E
+    split: dict[str, tuple[str, ...]]  # logical axis → the mesh axes that split it
+    sums_gradients: bool = False  # whether `compute` sums its weights' gradients over devices
+
+    @property
+    def here(self) -> int:
+        return len(self.weights[0])
+
+    def __call__(self, x, sizes_E: jax.Array | None = None) -> jax.Array:
+        """Outputs for rows x, see ExpertMatmul."""
+        return self.compute(ExpertMatmul(sizes_E), x, *self.weights)
+
+
+def by_capacity(experts: LocalExperts, slots: int, x_BTD, choice: Choice) -> jax.Array:
     """Experts with a capacity: each takes the first `slots` positions of a row that chose it.
 
     Runs on one device: sends its rows to the devices of their experts and back, and applies its own
-    experts to the rows it receives.
-
-    Args:
-      expert: see experts.mix.
-      split: logical axis → the mesh axes that split it.
-      slots: per row in an expert.
-
-    Returns: [B, T, D].
+    experts to the rows it receives. Returns [B, T, D].
     """
+    expert_BTJ, weight_BTJ, place_BTJ = choice
+    split = experts.split
     B, T, J = expert_BTJ.shape
     U = min(slots, T)
-    E = num_experts
+    E = experts.number
     x_BTD, weight_BTJ = varying(split["mlp"], x_BTD, weight_BTJ)
     if split["seq"]:  # other devices have other positions of the row: these have slots of their own
         taken_BTE = jax.nn.one_hot(expert_BTJ, E, dtype=jnp.int32).sum(axis=2)
@@ -59,15 +79,7 @@ def by_capacity(
         place_BTJ = jnp.where(kept_BTJ, jnp.take_along_axis(before_BTE, expert_BTJ, axis=2), U)
         expert_BTJ = jnp.where(kept_BTJ, expert_BTJ, E)
     slot_BTJ = jnp.where(place_BTJ < U, expert_BTJ * U + place_BTJ, -1)
-    # The inverse: which of a row's T · J choices has a slot, -1 if none.
-    choices_BM = expert_BTJ.reshape(B, T * J)
-    order_BM = jnp.argsort(choices_BM, axis=1, stable=True)
-    count_BE = (choices_BM[..., None] == jnp.arange(E)[None, None]).sum(axis=1)
-    first_BE1 = (jnp.cumsum(count_BE, axis=1) - count_BE)[..., None]
-    slots_11U = jnp.arange(U)[None, None]
-    sorted_BM = jnp.minimum(first_BE1 + slots_11U, T * J - 1).reshape(B, E * U)
-    used_BM = (slots_11U < count_BE[..., None]).reshape(B, E * U)
-    choice_BM = jnp.where(used_BM, jnp.take_along_axis(order_BM, sorted_BM, axis=1), -1)
+    choice_BM = choices_in_slots(expert_BTJ, E, U)
     token_BM = choice_BM // J
 
     def send(y_BMD):  # [B, E · U, D] → [E here, M, D], with M slots of all rows that arrive here
@@ -80,7 +92,7 @@ def by_capacity(
     weight_BM1 = weight_BTJ.reshape(B, T * J, 1)
     # Weights travel too, so that their gradient does not need the outputs that come back.
     weight_EM1 = send(spread(weight_BM1, choice_BM, slot_BTJ.reshape(B, T * J, 1)))
-    out_EMD = weighted(expert(ExpertMatmul(), x_EMD, *weights), weight_EM1)
+    out_EMD = weighted(experts(x_EMD), weight_EM1)
     out_EBUD = out_EMD.reshape(len(out_EMD), -1, U, out_EMD.shape[-1])
     if split["expert"]:
         out_EBUD = jax.lax.all_to_all(out_EBUD, split["expert"], 1, 0, tiled=True)
@@ -89,16 +101,27 @@ def by_capacity(
     return sum_shards(unite(out_BMD, slot_BTJ, token_BM), split)
 
 
-def dropless(expert, split, summed: bool, x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
+def choices_in_slots(expert_BTJ, E: int, U: int) -> jax.Array:
+    """Which of a row's T · J choices has each slot, -1 if none: [B, E · U]."""
+    B, T, J = expert_BTJ.shape
+    choices_BM = expert_BTJ.reshape(B, T * J)
+    order_BM = jnp.argsort(choices_BM, axis=1, stable=True)
+    count_BE = (choices_BM[..., None] == jnp.arange(E)[None, None]).sum(axis=1)
+    first_BE1 = (jnp.cumsum(count_BE, axis=1) - count_BE)[..., None]
+    slots_11U = jnp.arange(U)[None, None]
+    sorted_BM = jnp.minimum(first_BE1 + slots_11U, T * J - 1).reshape(B, E * U)
+    used_BM = (slots_11U < count_BE[..., None]).reshape(B, E * U)
+    return jnp.where(used_BM, jnp.take_along_axis(order_BM, sorted_BM, axis=1), -1)
+
+
+def dropless(experts: LocalExperts, x_BTD, choice: Choice) -> jax.Array:
     """Dropless experts (Gale et al. 2022): each takes all positions that chose it, after a sort.
 
     Runs on one device, whose experts compute rows of all devices along the axes that split experts:
     it gathers all rows, or gets those that chose its experts. Returns [B, T, D].
-
-    Args:
-      summed: whether `expert` sums its weights' gradients over devices.
     """
-    del place_BTJ  # nothing is dropped
+    expert_BTJ, weight_BTJ, _ = choice  # nothing is dropped
+    split = experts.split
     axes = split["expert"]
     x_BTD, weight_BTJ = varying(split["mlp"], x_BTD, weight_BTJ)
     B, T, J = expert_BTJ.shape
@@ -106,22 +129,23 @@ def dropless(expert, split, summed: bool, x_BTD, expert_BTJ, weight_BTJ, place_B
     expert_NJ = expert_BTJ.reshape(B * T, J)
     weight_NJ = weight_BTJ.reshape(B * T, J)
     if exchanges(count_devices(axes), J):
-        if not summed:  # once, over all turns
-            weights = varying(varying_axes(x_ND), *weights)
-        out_ND = exchange(expert, axes, x_ND, expert_NJ, weight_NJ, weights)
+        if not experts.sums_gradients:  # they are summed once, over all turns
+            weights = varying(varying_axes(x_ND), *experts.weights)
+            experts = dataclasses.replace(experts, weights=tuple(weights))
+        out_ND = exchange(experts, x_ND, expert_NJ, weight_NJ)
         return sum_shards(out_ND.reshape(B, T, -1), split)
     if axes:
         gather = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)
         x_ND, weight_NJ, expert_NJ = gather(x_ND), gather(weight_NJ), gather(expert_NJ)
-        expert_NJ -= jax.lax.axis_index(axes) * len(weights[0])
+        expert_NJ -= jax.lax.axis_index(axes) * experts.here
     x_ND = checkpoint_name(x_ND, "dispatched")
     weight_NJ = checkpoint_name(weight_NJ, "dispatched")
-    out_ND = own_experts(expert, x_ND, expert_NJ, weight_NJ, expert_NJ.size, weights)
+    out_ND = run_experts(experts, x_ND, expert_NJ, weight_NJ, slots=expert_NJ.size)
     out_BTD = sum_shards(out_ND.reshape(-1, T, out_ND.shape[-1]), split)
     return jax.lax.psum_scatter(out_BTD, axes, tiled=True) if axes else out_BTD
 
 
-def own_experts(expert, x_ND, expert_NJ, weight_NJ, slots: int, weights):
+def run_experts(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, slots: int) -> jax.Array:
     """Weighted sums of the outputs of this device's experts, [N, D].
 
     Args:
@@ -129,7 +153,7 @@ def own_experts(expert, x_ND, expert_NJ, weight_NJ, slots: int, weights):
       slots: at least the number of choices of this device's experts.
     """
     N, J = expert_NJ.shape
-    E = len(weights[0])
+    E = experts.here
     here_M = expert_NJ.reshape(-1)
     here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # other devices' choices go last
     order_M = jnp.argsort(here_M)
@@ -143,7 +167,7 @@ def own_experts(expert, x_ND, expert_NJ, weight_NJ, slots: int, weights):
     slot_1NJ = slot_M.reshape(1, N, J)
     x_MD = spread(x_ND[None], token_1M, slot_1NJ)[0]
     weight_M1 = spread(weight_NJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
-    out_MD = weighted(expert(ExpertMatmul(sizes_E), x_MD, *weights), weight_M1)
+    out_MD = weighted(experts(x_MD, sizes_E), weight_M1)
     return unite(out_MD[None], slot_1NJ, token_1M)[0]
 
 
@@ -157,9 +181,7 @@ class Route(NamedTuple):
 
     expert_NJ: jax.Array
     device_NJ: jax.Array  # of the expert
-    turn_NJ: (
-        jax.Array
-    )  # in which the row goes to that device; -1: with an earlier choice of the row
+    turn_NJ: jax.Array  # in which the row goes there; -1: with an earlier choice of the row
     turns: jax.Array  # the number of turns, the same on all devices
 
 
@@ -171,16 +193,17 @@ def exchanges(devices: int, choices: int) -> bool:
     return choices < devices
 
 
-def exchange(expert, axes: tuple[str, ...], x_ND, expert_NJ, weight_NJ, weights):
+def exchange(experts: LocalExperts, x_ND, expert_NJ, weight_NJ) -> jax.Array:
     """Each row's weighted sum of its experts' outputs, which other devices compute, [N, D].
 
     A device computes the choices of its experts in turns, in the order of devices and rows, so its
     memory does not depend on the load. Mostly one turn is enough.
     """
     N, J = expert_NJ.shape
-    P, E = count_devices(axes), len(weights[0])
+    axes = experts.split["expert"]
+    P = count_devices(axes)
     room = min(math.ceil(ROOM * N * J), P * N * J)
-    device_NJ = expert_NJ // E
+    device_NJ = expert_NJ // experts.here
     taken_NP = (device_NJ[..., None] == jnp.arange(P)[None, None]).sum(axis=1)
     taken_PP = jax.lax.all_gather(taken_NP.sum(axis=0), axes)  # by source and target
     first_NP = before(taken_PP)[jax.lax.axis_index(axes)][None] + before(taken_NP)
@@ -191,15 +214,17 @@ def exchange(expert, axes: tuple[str, ...], x_ND, expert_NJ, weight_NJ, weights)
     turns = -(-taken_PP.sum(axis=0).max() // room)
     turns = jax.lax.pmax(*varying(mesh, turns), mesh)
     route = Route(expert_NJ, device_NJ, jnp.where(is_first_NJ, turn_NJ, -1), turns)
-    run_turn = functools.partial(one_turn, expert, axes, room)
-    first_ND = run_turn(jnp.int32(0), route, x_ND, weight_NJ, weights)
-    return first_ND + further_turns(run_turn, route, x_ND, weight_NJ, weights)
+    run_turn = functools.partial(one_turn, experts, room)
+    first_ND = run_turn(jnp.int32(0), route, x_ND, weight_NJ, experts.weights)
+    return first_ND + further_turns(run_turn, route, x_ND, weight_NJ, experts.weights)
 
 
-def one_turn(expert, axes, room: int, turn, route: Route, x_ND, weight_NJ, weights):
+def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_NJ, weights):
     """The part of `exchange` that devices compute in a turn, [N, D]."""
+    experts = dataclasses.replace(experts, weights=weights)
+    axes = experts.split["expert"]
     N, J = weight_NJ.shape
-    P, E = count_devices(axes), len(weights[0])
+    P = count_devices(axes)
     sent_NJ = route.turn_NJ == turn
     devices_11P = jnp.arange(P)[None, None]
     sent_NP = (sent_NJ[..., None] & (route.device_NJ[..., None] == devices_11P)).sum(axis=1)
@@ -216,13 +241,13 @@ def one_turn(expert, axes, room: int, turn, route: Route, x_ND, weight_NJ, weigh
         return checkpoint_name(move(y_M, counts_PP, axes, (N * J, room), N), "dispatched")
 
     x_CD = send(x_ND)
-    first = jax.lax.axis_index(axes) * E
+    first = jax.lax.axis_index(axes) * experts.here
     # As floats, which have all numbers of experts, so that one transfer has both.
     expert_NJ = (route.expert_NJ + 1).astype(weight_NJ.dtype)  # 0: no row
     both_CJ = send(jnp.concatenate((expert_NJ, weight_NJ), axis=1))
     expert_CJ = both_CJ[:, :J].astype(jnp.int32) - 1 - first
     # The choices of the turn's last row may go beyond the room.
-    out_CD = own_experts(expert, x_CD, expert_CJ, both_CJ[:, J:], room + J - 1, weights)
+    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots=room + J - 1)
     out_MD = move(out_CD, counts_PP.T, axes, (room, N * J), N)
     return unite(out_MD[None], place_NJ[None], row_M[None])[0]
 

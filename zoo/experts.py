@@ -4,15 +4,17 @@ Shapes: B batch, T positions, D embed, F hidden width of an expert, E experts, J
 G groups of experts.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Positions, stripe
-from .dispatch import by_capacity, dropless
+from .dispatch import Choice, LocalExperts, by_capacity, dropless
 from .layers import gather, multiply
 from .sharding import auto, constrain, mesh_axes, param, per_device, reshape, zeros
 from .stack import REMAT_POLICIES
@@ -23,7 +25,7 @@ EXPERT_REMAT = REMAT_POLICIES | {  # also: what experts receive, so that nothing
 
 
 def check_experts(config) -> None:
-    """Raises ValueError if a Config's experts, their groups or the layers without are invalid."""
+    """Raises ValueError if a Config's experts are invalid."""
     if config.experts_per_token > config.num_experts:
         raise ValueError(
             f"experts_per_token={config.experts_per_token} is more than "
@@ -31,6 +33,10 @@ def check_experts(config) -> None:
         )
     if config.capacity is not None and not 0 < config.capacity < math.inf:
         raise ValueError(f"capacity={config.capacity} must be > 0, or None for dropless")
+
+
+def check_groups(config) -> None:
+    """Raises ValueError if a Config's groups of experts or its layers without experts are invalid."""
     E, G = config.num_experts, config.groups
     if E % G or (G > 1 and E // G < 2):
         raise ValueError(f"groups={G} must divide num_experts={E} into groups of ≥ 2")
@@ -54,13 +60,77 @@ class Balance(nnx.Variable):
     """A bias on the experts' scores before the choice: a buffer, without a gradient."""
 
 
+def feed_forward(layer, x_BTD, positions: Positions) -> tuple[jax.Array, dict]:
+    """What follows attention in a layer: its `mlp`, which `mlp_gate` may scale, its `experts`, or both.
+
+    Returns: (the output to add to the residual, the metrics of `measure`, {} without experts).
+    """
+    if layer.mlp is None:
+        return layer.experts(x_BTD, positions)
+    out_BTD = layer.mlp(x_BTD)
+    if layer.mlp_gate is not None:
+        out_BTD = gate_by_position(out_BTD, x_BTD, layer.mlp_gate)
+    if layer.experts is None:
+        return out_BTD, {}
+    routed_BTD, metrics = layer.experts(x_BTD, positions)
+    return out_BTD + routed_BTD, metrics
+
+
+def position_gate(config, *, rngs: nnx.Rngs) -> nnx.Param:
+    """The weights of `gate_by_position`, [D]."""
+    return param(rngs, (config.embed,), ("norm",), config.embed**-0.5)
+
+
+def gate_by_position(out_BTD, x_BTD, gate: nnx.Param) -> jax.Array:
+    """Multiplies each position by sigmoid(x · gate)."""
+    score_BT1 = (x_BTD.astype(jnp.float32) * gate[...][None, None]).sum(axis=-1, keepdims=True)
+    # In float32, so that the score's gradient is summed over D in float32.
+    return (out_BTD.astype(jnp.float32) * jax.nn.sigmoid(score_BT1)).astype(out_BTD.dtype)
+
+
+def even_load(objective, rate: float, layers, head=None) -> None:
+    """Moves the Balance biases of stacked layers by `rate` towards an even load of their experts.
+
+    Args:
+      head: an MTPHead, whose metrics come last.
+    """
+    step_LE = rate * jnp.sign(objective.count - objective.metrics["load"])
+    layers.experts.bias[...] += step_LE[: len(layers.experts.bias[...])]
+    if head is not None:
+        head.layer.experts.bias[...] += step_LE[-1]
+
+
+def make_experts(config, biased: bool, *, rngs: nnx.Rngs) -> "GatedExperts":
+    """The experts of a Config with groups, such as moe.Config."""
+    return GatedExperts(
+        config,
+        biased=biased,
+        normalize=config.normalize,
+        sigmoid=config.sigmoid,
+        groups=config.groups,
+        top_groups=config.top_groups,
+        scale=config.route_scale,
+        rngs=rngs,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How a router chooses experts and weighs them."""
+
+    normalize: bool = True  # whether a position's weights sum to 1
+    sigmoid: bool = False  # whether scores are sigmoids; else a softmax
+    groups: int = 1  # of experts; a position's experts are in its `top_groups` best ones
+    top_groups: int = 1
+
+
 class GatedExperts(nnx.Module):
     """A mixture of SwiGLU experts: each position gets the weighted sum of its experts' outputs.
 
     Args:
       biased: whether the choice has a Balance bias.
-      normalize, sigmoid: see `choose`.
       scale: of the sum.
+      routing: fields of Routing.
     """
 
     def __init__(
@@ -68,17 +138,15 @@ class GatedExperts(nnx.Module):
         config,
         *,
         biased: bool,
-        normalize: bool,
-        sigmoid: bool = False,
         scale: float = 1.0,
         rngs: nnx.Rngs,
+        **routing: Any,
     ):
         D, E, F = config.embed, config.num_experts, config.mlp
         down_stddev = (F * 2 * config.num_layers) ** -0.5
         self.config = config
-        self.normalize = normalize
-        self.sigmoid = sigmoid
         self.scale = scale
+        self.routing = Routing(**routing)
         self.router = param(rngs, (D, E), ("norm", "router"), D**-0.5)
         self.gate = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
         self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
@@ -86,7 +154,7 @@ class GatedExperts(nnx.Module):
         self.bias = zeros((E,), ("router",), Balance) if biased else None
 
     def __call__(self, x_BTD, positions: Positions):
-        """Returns the output to add to the residual, and the metrics of `choose`; see `mix`."""
+        """Returns the output to add to the residual, and the metrics of `measure`; see `mix`."""
         return mix(
             x_BTD,
             self.config,
@@ -100,47 +168,38 @@ class GatedExperts(nnx.Module):
         """Chooses each position's experts, in float32; see `choose`."""
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
-        (expert_BTJ, weight_BTJ, place_BTJ), metrics = choose(
+        choice, metrics = choose(
             self.config,
             logits_BTE,
             counted_BT,
             slots,
+            routing=self.routing,
             bias_E=None if self.bias is None else self.bias[...],
-            normalize=self.normalize,
-            sigmoid=self.sigmoid,
         )
-        weight_BTJ = weight_BTJ * self.scale if self.scale != 1 else weight_BTJ
-        return (expert_BTJ, weight_BTJ, place_BTJ), metrics
+        if self.scale != 1:
+            choice = choice._replace(weight_BTJ=choice.weight_BTJ * self.scale)
+        return choice, metrics
 
 
-def in_best_groups(config, scores_BTE) -> jax.Array:
+def in_best_groups(scores_BTE, routing: Routing) -> jax.Array:
     """The scores, -inf outside of each position's best groups: by the sum of their two best scores
-    (V3) or by their best one (V2).
+    (V3, with sigmoids) or by their best one (V2).
     """
     B, T, E = scores_BTE.shape
-    G = config.groups
+    G = routing.groups
     scores_BTGE = reshape(scores_BTE, (B, T, G, E // G), "batch", "seq", None, None)
     best_BTG = scores_BTGE.max(axis=-1)
-    if config.sigmoid:
+    if routing.sigmoid:
         first_BTG1 = jnp.argmax(scores_BTGE, axis=-1, keepdims=True)
         is_first = jnp.arange(E // G)[None, None, None] == first_BTG1
         best_BTG += jnp.where(is_first, -jnp.inf, scores_BTGE).max(axis=-1)
     kept_BTG = jnp.zeros(best_BTG.shape, bool)
-    for _ in range(config.top_groups):
+    for _ in range(routing.top_groups):
         taken_BTG = jnp.arange(G)[None, None] == jnp.argmax(best_BTG, axis=-1, keepdims=True)
         kept_BTG |= taken_BTG
         best_BTG = jnp.where(taken_BTG, -jnp.inf, best_BTG)
     scores_BTGE = jnp.where(kept_BTG[..., None], scores_BTGE, -jnp.inf)
     return reshape(scores_BTGE, (B, T, E), "batch", "seq", "router")
-
-
-def gate_by_position(out_BTD, x_BTD, gate: nnx.Param | None) -> jax.Array:
-    """Multiplies each position by sigmoid(x · gate); without a gate [D], returns out_BTD."""
-    if gate is None:
-        return out_BTD
-    score_BT1 = (x_BTD.astype(jnp.float32) * gate[...][None, None]).sum(axis=-1, keepdims=True)
-    # In float32, so that the score's gradient is summed over D in float32.
-    return (out_BTD.astype(jnp.float32) * jax.nn.sigmoid(score_BT1)).astype(out_BTD.dtype)
 
 
 def swiglu(product, x, gate, up, down):
@@ -177,13 +236,18 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
         from .low_precision import of_experts
 
         expert, operands, axes = of_experts(expert, split, capacity, weights, axes, x_BTD.dtype)
-    if capacity is None:
-        slots = T  # enough for any choice
-        compute = functools.partial(dropless, expert, split, bool(config.matmul))
-    else:
+    slots = T  # enough for any choice
+    if capacity is not None:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
-        compute = functools.partial(by_capacity, expert, split, E, slots)
     choice, *more = route(x_BTD, positions.counted_BT, slots)
+
+    def compute(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
+        experts = LocalExperts(expert, weights, E, split, sums_gradients=bool(config.matmul))
+        choice = Choice(expert_BTJ, weight_BTJ, place_BTJ)
+        if capacity is None:
+            return dropless(experts, x_BTD, choice)
+        return by_capacity(experts, slots, x_BTD, choice)
+
     scattered = split["mlp"] and split["mlp"] == split["residual_seq"]  # see dispatch.sum_shards
     out_BTD = per_device(
         compute,
@@ -195,15 +259,8 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
 
 
 def choose(
-    config,
-    logits_BTE,
-    counted_BT,
-    slots: int,
-    *,
-    bias_E=None,
-    normalize: bool = True,
-    sigmoid: bool = False,
-):
+    config, logits_BTE, counted_BT, slots: int, routing: Routing = Routing(), bias_E=None
+) -> tuple[Choice, dict[str, jax.Array]]:
     """Chooses each position's experts by the router's logits, in float32.
 
     An expert takes the first `slots` positions of a row that chose it, so that no output depends
@@ -211,24 +268,19 @@ def choose(
 
     Args:
       bias_E: changes the choice alone.
-      normalize: whether a position's weights sum to 1.
 
-    Returns: (expert_BTJ, best first; weight_BTJ; place_BTJ, how many earlier positions of the row
-      chose the same expert), and name → sum over the positions in counted_BT:
-      balance: E · Σ over experts of (share of a row's choices) · (mean probability, or share of the
-        sigmoids); 1 if even.
-      router_z: the squared log of the router's normalizer.
-      dropped: the share of a position's experts that had no slot left.
-      load [E]: whether a position chose this expert, times E/J; 1 if even.
+    Returns: the Choice, and its metrics, see `measure`.
     """
     E, J = config.num_experts, config.experts_per_token
     logits_BTE = constrain(logits_BTE, "batch", "seq", "router")
-    probs_BTE = jax.nn.sigmoid(logits_BTE) if sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
+    probs_BTE = (
+        jax.nn.sigmoid(logits_BTE) if routing.sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
+    )
     scores_BTE = jax.lax.stop_gradient(probs_BTE)
     if bias_E is not None:
         scores_BTE += bias_E[None, None]
-    if config.top_groups < config.groups:
-        scores_BTE = in_best_groups(config, scores_BTE)
+    if routing.top_groups < routing.groups:
+        scores_BTE = in_best_groups(scores_BTE, routing)
     expert, weight, taken = [], [], []
     for _ in range(J):  # not top_k, for which XLA may gather all devices' scores
         expert.append(jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32))
@@ -243,19 +295,34 @@ def choose(
     before_BTE = stripe(config, cumsum(natural_BTE), "router") - taken_BTE
     place = [jnp.where(best_BTE, before_BTE, 0).sum(axis=-1) for best_BTE in taken]
     expert_BTJ, weight_BTJ, place_BTJ = (jnp.stack(x, -1) for x in (expert, weight, place))
-    if normalize:
+    if routing.normalize:
         weight_BTJ /= weight_BTJ.sum(axis=-1, keepdims=True)
+    choice = Choice(expert_BTJ, weight_BTJ, place_BTJ)
+    if routing.sigmoid:
+        probs_BTE /= probs_BTE.sum(axis=-1, keepdims=True)
+    return choice, measure(config, choice, slots, logits_BTE, probs_BTE, taken_BTE, counted_BT)
 
+
+def measure(
+    config, choice: Choice, slots: int, logits_BTE, probs_BTE, taken_BTE, counted_BT
+) -> dict[str, jax.Array]:
+    """Metrics of a choice: name → sum over the positions in counted_BT.
+
+    balance: E · Σ over experts of (share of a row's choices) · (mean probability, or share of the
+      sigmoids); 1 if even.
+    router_z: the squared log of the router's normalizer.
+    dropped: the share of a position's experts that had no slot left.
+    load [E]: whether a position chose this expert, times E/J; 1 if even.
+    """
+    E, J = config.num_experts, config.experts_per_token
     counted_BT1 = counted_BT.astype(jnp.float32)[..., None]
     taken_BE = (jnp.asarray(taken_BTE, jnp.float32) * counted_BT1).sum(axis=1)
-    if sigmoid:
-        probs_BTE /= probs_BTE.sum(axis=-1, keepdims=True)
     probs_BE = (probs_BTE * counted_BT1).sum(axis=1)
     count_B1 = jnp.maximum(counted_BT1.sum(1), 1)
     normalizer_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
-    return (expert_BTJ, weight_BTJ, place_BTJ), {
+    return {
         "balance": (taken_BE * probs_BE / count_B1).sum() * E / J,
         "router_z": (jnp.square(normalizer_BT1) * counted_BT1).sum(),
-        "dropped": jnp.where(place_BTJ < slots, 0, counted_BT1).sum() / J,
+        "dropped": jnp.where(choice.place_BTJ < slots, 0, counted_BT1).sum() / J,
         "load": taken_BE.sum(0) * E / J,
     }

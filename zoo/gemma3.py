@@ -25,7 +25,8 @@ from flax import nnx
 from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
-from .layers import GatedMLP, Kind, Linear, RMSNorm, RopeScaling, add_output
+from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
+from .rope_scaling import Linear
 from .sharding import Rules, complete_tables
 from .strategies import DECODER, decoder_rules
 
@@ -51,7 +52,9 @@ class Config(Compute):
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
 
-    embed_scale = property(lambda self: math.sqrt(self.embed))
+    @property
+    def embed_scale(self) -> float:
+        return math.sqrt(self.embed)
 
     def __post_init__(self):
         if not self.layer_kinds:

@@ -17,16 +17,15 @@ import functools
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
-from .layers import GeluMLP, Kind, layer_norm
+from .gelu import GeluMLP, layer_norm
+from .layers import Kind, add_output
 from .sharding import Rules, complete_tables, constrain, param
-from .stack import stack
 from .strategies import DECODER, decoder_rules
-from .vocabulary import look_up, table_copies, vocabulary
+from .vocabulary import look_up, table_copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +42,6 @@ class Config(Compute):
     layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)  # one for all layers
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
-
-    tie_embeddings = True
 
     def __post_init__(self):
         if self.embed % self.num_heads:
@@ -119,8 +116,8 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTD, positions, kind, past=None):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
-        x_BTD += checkpoint_name(out_BTD, "sublayer")
-        x_BTD += checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
+        x_BTD = add_output(x_BTD, out_BTD)
+        x_BTD = add_output(x_BTD, self.mlp(self.mlp_norm(x_BTD)))
         # Rules may split biases; the residual stream stays whole.
         return constrain(x_BTD, "batch", "residual_seq", "act_embed"), kv, {}
 
@@ -134,13 +131,13 @@ class GPT2(Decoder):
     axes = AXES
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.config = config
-        self.embed = vocabulary(config, rngs=rngs)
+        final_norm = layer_norm(config.embed, config.norm_eps, config.dtype)
+        super().__init__(config, Layer, final_norm, rngs=rngs)
+
+    def make_tables(self, config: Config, rngs: nnx.Rngs) -> None:
+        super().make_tables(config, rngs)
         shape = (config.max_positions, config.embed)
         self.positions = param(rngs, shape, ("positions", "embed"), config.embed**-0.5)
-        self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
-        self.final_norm = layer_norm(config.embed, config.norm_eps, config.dtype)
-        self.unembed = None
 
     def embed_tokens(self, tables, tokens_BT, positions):
         """The sum of the embeddings of tokens and of their positions: [B, T, D]."""

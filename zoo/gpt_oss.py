@@ -16,15 +16,15 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from .attention import Attention
 from .config import Compute
 from .decoder import Decoder
 from .experts import EXPERT_REMAT, check_experts, choose, mix
-from .layers import Kind, RMSNorm, Yarn, add_bias, multiply
+from .layers import Kind, RMSNorm, add_bias, add_output, multiply
+from .rope_scaling import Yarn
 from .sharding import Rules, complete_tables, constrain, param
-from .strategies import EXPERT_DECODER, expert_rules
+from .expert_strategies import EXPERT_DECODER, expert_rules
 
 YARN = Yarn(32.0, 32.0, 1.0, 4_096, False, 1.3465735902799727)  # from 4,096 to 131,072
 
@@ -112,9 +112,9 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTD, positions, kind, past=None):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
-        x_BTD += checkpoint_name(out_BTD, "sublayer")
+        x_BTD = add_output(x_BTD, out_BTD)
         out_BTD, metrics = self.experts(self.mlp_norm(x_BTD), positions)
-        x_BTD += checkpoint_name(out_BTD, "sublayer")
+        x_BTD = add_output(x_BTD, out_BTD)
         return constrain(x_BTD, "batch", "residual_seq", "act_embed"), kv, metrics
 
 
@@ -147,7 +147,7 @@ class Experts(nnx.Module):
         self.down_bias = param(rngs, (E, D), ("router", "norm"), 0.0)
 
     def __call__(self, x_BTD, positions):
-        """Returns the output to add to the residual, and the metrics of `choose`; see `mix`."""
+        """Returns the output to add to the residual, and the metrics of `measure`; see `mix`."""
         weights = (self.gate, self.gate_bias, self.up, self.up_bias, self.down)
         out_BTD, metrics, share_BTE = mix(
             x_BTD, self.config, positions, route=self.route, expert=self.compute, weights=weights

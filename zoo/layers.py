@@ -4,9 +4,8 @@ Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim.
 """
 
 import dataclasses
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +17,18 @@ from .sharding import constrain, explicit, mesh_axes, ones, param, reshape, shar
 # ---- products ------------------------------------------------------------------------------------
 
 
-class RoundedInput(NamedTuple):
-    """The input of products in low precision, rounded: see low_precision.py."""
-
-    exact: jax.Array  # [B, T, K...]
-    x: jax.Array  # copies [R, B, T, K...], one for each part of the gradient; nothing reads them
-    copies: tuple[str, ...]  # the logical axes of R
-    q: jax.Array  # [B, T, K...]
-    scale: jax.Array  # [B, T, 1...]
-
-
 class LowPrecisionWeight(nnx.Param):
     """A weight in use that replaces `multiply` by its own method: see low_precision.py."""
 
     def multiply(self, x, contract: int, seq: str) -> jax.Array:
         raise NotImplementedError
 
-    def round_input(self, x: jax.Array) -> RoundedInput:
+    def round_input(self, x: jax.Array) -> Any:
         """Rounds x for all weights that multiply it."""
+        raise NotImplementedError
+
+    def exact_input(self, x) -> jax.Array:
+        """The input from `round_input` before it was rounded; other arrays unchanged."""
         raise NotImplementedError
 
     def dequantized(self) -> jax.Array:
@@ -74,25 +67,16 @@ def project(module, name: str, x, contract: int = 1, seq: str = "seq") -> jax.Ar
     """`multiply` by the module's weight of this name, plus its adapter's output if it has one.
 
     Args:
-      x: an array or a RoundedInput, as `gather` returns it.
+      x: as `gather` returns it.
     """
-    y = multiply(x, getattr(module, name), contract, seq)
+    weight = getattr(module, name)
+    y = multiply(x, weight, contract, seq)
     if name in module.lora:
         adapter = module.lora[name]
-        if isinstance(x, RoundedInput):
-            x = gather(x.exact)
+        if isinstance(weight, LowPrecisionWeight):
+            x = weight.exact_input(x)
         y += multiply(multiply(x, adapter.a, contract), adapter.b, seq=seq) * adapter.scale
     return y
-
-
-def dense_weight(module, name: str) -> jax.Array:
-    """The module's weight of this name in use, with its adapter's product added if it has one."""
-    weight = getattr(module, name)
-    w = weight.dequantized() if isinstance(weight, LowPrecisionWeight) else weight[...]
-    if name in module.lora:
-        adapter = module.lora[name]
-        w = w + jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale
-    return w
 
 
 def add_bias(y_BT: jax.Array, bias: nnx.Param | None) -> jax.Array:
@@ -107,8 +91,9 @@ def add_bias(y_BT: jax.Array, bias: nnx.Param | None) -> jax.Array:
 
 
 def gather(x_BTD: jax.Array, weight: nnx.Param | None = None) -> Any:
-    """The input of a sublayer: with sequence-sharded tensor parallelism, all of its positions. In
-    low precision, it is rounded for the weights that multiply it, of which `weight` is one.
+    """Gathers the positions of a sublayer's input, which sequence-sharded tensor parallelism splits.
+
+    In low precision, rounds it for all weights that multiply it; `weight` is one of them.
     """
     if isinstance(weight, LowPrecisionWeight):
         return weight.round_input(x_BTD)
@@ -170,29 +155,6 @@ class GatedMLP(nnx.Module):
         return add_bias(project(self, "down", hidden_BTF, seq="residual_seq"), self.down_bias)
 
 
-class GeluMLP(nnx.Module):
-    """gelu(x · up + up_bias) · down + down_bias; costs as much communication as GatedMLP.
-
-    Args:
-      approximate: computes GELU (Hendrycks & Gimpel 2016) by tanh.
-    """
-
-    def __init__(self, config, approximate: bool, *, rngs: nnx.Rngs):
-        D = config.embed
-        F = config.mlp
-        self.activation = functools.partial(jax.nn.gelu, approximate=approximate)
-        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.up_bias = param(rngs, (F,), ("mlp",), 0.0)
-        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
-        self.down_bias = param(rngs, (D,), ("norm",), 0.0)
-        self.lora = adapters(self, config, rngs, up=1, down=1)
-
-    def __call__(self, x_BTD):
-        hidden_BTF = add_bias(project(self, "up", gather(x_BTD, self.up)), self.up_bias)
-        out_BTD = project(self, "down", self.activation(hidden_BTF), seq="residual_seq")
-        return add_bias(out_BTD, self.down_bias)
-
-
 class RMSNorm(nnx.Module):
     """x / rms(x) · scale, in float32 (Zhang & Sennrich 2019); at first x / rms(x).
 
@@ -223,15 +185,7 @@ class RMSNorm(nnx.Module):
         return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
 
 
-def layer_norm(dim: int, eps: float, dtype: str) -> nnx.LayerNorm:
-    """LayerNorm (Ba et al. 2016), computed in float32; returns `dtype`."""
-    names = {"out_sharding": ("norm",), "eager_sharding": False}
-    metadata = {"scale_metadata": names, "bias_metadata": names}
-    options = {"dtype": dtype, "use_fast_variance": False, "rngs": nnx.Rngs(0)}
-    return nnx.LayerNorm(dim, epsilon=eps, **metadata, **options)
-
-
-def apply_norm(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+def apply_norm(norm: RMSNorm | nnx.LayerNorm | None, x: jax.Array) -> jax.Array:
     """norm(x); without a norm, x."""
     return x if norm is None else norm(x)
 
@@ -255,61 +209,31 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 # ---- rotary embeddings ---------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """Stretches all rotary wavelengths (Chen et al. 2023)."""
+class RopeScaling:
+    """Changes rotary wavelengths for longer contexts: Llama3, and those in rope_scaling.py."""
 
-    factor: float
-
-    magnitude = 1.0  # see Kind.magnitude
-
-    def scale(self, frequency_11H, theta: float, head_dim: int, length):
-        return frequency_11H * (1 / self.factor)
-
-    def as_tuple(self) -> tuple:
-        return ("linear", self.factor)
-
-
-@dataclasses.dataclass(frozen=True)
-class Dynamic:
-    """Raises theta with the length of the row beyond the original one (`dynamic` in `transformers`)."""
-
-    factor: float
-    original_length: int
-
-    magnitude = 1.0
-
-    def scale(self, frequency_11H, theta: float, head_dim: int, length):
-        excess = jnp.maximum(length / self.original_length - 1, 0)
-        # theta times this to the power of head_dim / (head_dim - 2)
-        growth = 1 + self.factor * excess
-        return frequency_11H * growth ** -(jnp.arange(0, head_dim, 2)[None, None] / (head_dim - 2))
-
-    def as_tuple(self) -> tuple:
-        return ("dynamic", self.factor, self.original_length)
-
-
-@dataclasses.dataclass(frozen=True)
-class LongRope:
-    """Stretches each wavelength by a factor of its own (Ding et al. 2024): those of `short` for rows
-    up to the original length, those of `long` for longer ones.
-    """
-
-    short: tuple[float, ...]  # H/2 factors
-    long: tuple[float, ...]
-    original_length: int
     magnitude: float  # by which queries and keys are multiplied
+    by_length: ClassVar[bool] = False  # whether it depends on the length of a row
 
     def scale(self, frequency_11H, theta: float, head_dim: int, length):
-        short_11H, long_11H = jnp.asarray((self.short, self.long), jnp.float32)[:, None, None]
-        return frequency_11H / jnp.where(length > self.original_length, long_11H, short_11H)
+        """Returns the scaled frequencies; see `rope_angles`."""
+        raise NotImplementedError
 
     def as_tuple(self) -> tuple:
-        return ("longrope", *dataclasses.astuple(self))
+        """As saved configs have it; see config.read_scaling."""
+        raise NotImplementedError
+
+    def check(self, pairs: int) -> None:
+        """Raises ValueError if it is invalid for heads of this many pairs of dims that rotate."""
+        for name, value in vars(self).items():
+            for number in value if isinstance(value, tuple) else (value,):
+                is_positive = isinstance(number, int | float) and 0 < number < math.inf
+                if not is_positive and name != "truncate":
+                    raise ValueError(f"rope_scaling has {name}={number}, which must be > 0")
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3:
+class Llama3(RopeScaling):
     """Stretches the long wavelengths, as Llama 3 (Grattafiori et al. 2024)."""
 
     factor: float
@@ -330,57 +254,6 @@ class Llama3:
 
     def as_tuple(self) -> tuple:
         return dataclasses.astuple(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Yarn:
-    """Stretches the long wavelengths and scales queries and keys (Peng et al. 2023)."""
-
-    factor: float
-    beta_fast: float  # turns within the original length, above which nothing is stretched
-    beta_slow: float  # turns, below which all is
-    original_length: int
-    truncate: bool  # whether the border pairs are rounded to whole numbers
-    magnitude: float  # by which queries and keys are multiplied
-
-    def scale(self, frequency_11H, theta: float, head_dim: int, length):
-        # Indices of the pairs of dims that make this many turns within the original length.
-        lengths = (turns * 2 * math.pi for turns in (self.beta_fast, self.beta_slow))
-        first, last = (
-            math.log(self.original_length / length, theta) * head_dim / 2 for length in lengths
-        )
-        if self.truncate:
-            first = math.floor(first)
-            last = math.ceil(last)
-        first = max(first, 0)
-        last = min(last, head_dim - 1)
-        pair = jnp.arange(head_dim // 2, dtype=jnp.float32)[None, None]
-        kept = 1 - jnp.clip((pair - first) / (last - first or 0.001), 0, 1)
-        return frequency_11H * (kept + (1 - kept) / self.factor)
-
-    def as_tuple(self) -> tuple:
-        return ("yarn", *dataclasses.astuple(self))
-
-
-RopeScaling = Linear | Llama3 | Yarn | Dynamic | LongRope
-
-
-def read_scaling(stored) -> RopeScaling | None:
-    """A rotary scaling from `as_tuple` of one, as saved configs have it. Raises ValueError."""
-    match stored:
-        case None | Linear() | Llama3() | Yarn() | Dynamic() | LongRope():
-            return stored
-        case "linear", factor:
-            return Linear(factor)
-        case "yarn", *fields if len(fields) == 6:
-            return Yarn(*fields)
-        case "dynamic", factor, original:
-            return Dynamic(factor, original)
-        case "longrope", short, long, original, magnitude:
-            return LongRope(tuple(short), tuple(long), original, magnitude)
-        case factor, low, high, original if not isinstance(factor, str):
-            return Llama3(factor, low, high, original)
-    raise ValueError(f"rope_scaling={stored!r} is not a Linear, Llama3, Yarn, Dynamic or LongRope")
 
 
 class Kind(NamedTuple):

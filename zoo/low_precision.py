@@ -5,18 +5,28 @@ Weights are rounded at rest, so FSDP gathers bytes. quantization.py has the arit
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .layers import LowPrecisionWeight, RoundedInput
+from .layers import LowPrecisionWeight, gather
 from .quantization import FORMATS, Product, bits, multiply_rounded, numbers, quantize
 from .sharding import constrain, mesh_axes, per_device
 
 ROWS = ("batch", "seq")  # the logical axes of activations' rows
+
+
+class RoundedInput(NamedTuple):
+    """The input of products, rounded once for all weights that multiply it."""
+
+    exact: jax.Array  # [B, T, K...]
+    x: jax.Array  # copies [R, B, T, K...], one for each part of the gradient; nothing reads them
+    copies: tuple[str, ...]  # the logical axes of R
+    q: jax.Array  # [B, T, K...]
+    scale: jax.Array  # [B, T, 1...]
 
 
 class RoundedWeight(LowPrecisionWeight):
@@ -33,12 +43,12 @@ class RoundedWeight(LowPrecisionWeight):
         inner = self.use_axes[:contract]
         outer = self.use_axes[contract:]
         x = x if isinstance(x, RoundedInput) else self.round_input(x, contract)
-        over = mesh_axes(inner)
-        parted = bool(over) and mesh_axes(seq) == over
+        summed = mesh_axes(inner)
+        scatters = bool(summed) and mesh_axes(seq) == summed
         product, w, rest_axes = self.product(self.use_axes, outer)
         product = product._replace(
-            joined=over,
-            parted=parted,
+            inner=summed,
+            scatters=scatters,
             equal=tuple(name for name in mesh_axes(x.copies) if name not in mesh_axes(outer)),
         )
 
@@ -70,42 +80,45 @@ class RoundedWeight(LowPrecisionWeight):
                 self.use_axes,
                 (*replicated, *outer),
             ],
-            ("batch", seq if parted else "seq", *outer),
+            ("batch", seq if scatters else "seq", *outer),
         )
         return checkpoint_name(constrain(y, "batch", seq, *outer), "product")
 
     def round_input(self, x: jax.Array, contract: int = 1) -> RoundedInput:
-        """Rounds the input of this weight's product. Positions of x that are split are gathered so.
+        """Rounds the input of this weight's product, and then gathers its positions if they are split.
 
-        Devices that split the weight's columns have parts of x's gradient. Those of several
-        products are added on each device, and then over devices, in the transpose of `copy`.
+        Devices that split the weight's columns each compute a part of x's gradient. The parts of
+        several products add up on each device; the transpose of `copy` sums them over devices.
         """
         inner = self.use_axes[:contract]
         outer = self.use_axes[contract:]
-        parts = mesh_axes(outer)
-        within = "residual_seq"
-        if not {*mesh_axes(within)} <= {*parts}:
-            within = "seq"
+        columns = mesh_axes(outer)
+        seq = "residual_seq"  # x's positions
+        if not {*mesh_axes(seq)} <= {*columns}:
+            seq = "seq"
             x = constrain(x, "batch", "seq", *inner)
-        between = tuple(name for name in mesh_axes(within) if name not in mesh_axes("seq"))
+        gathered = tuple(name for name in mesh_axes(seq) if name not in mesh_axes("seq"))
         dims = tuple(range(-contract, 0))
         form = FORMATS[self.config.matmul][1]
         q, scale = quantize(jax.lax.stop_gradient(x), dims, form)
-        q = constrain(bits(constrain(q, "batch", within, *inner)), "batch", "seq", *inner)
+        q = constrain(bits(constrain(q, "batch", seq, *inner)), "batch", "seq", *inner)
         scale = constrain(scale, "batch", "seq", *[None] * contract)
-        if between:
+        if gathered:
             q, scale = (checkpoint_name(a, "gathered") for a in (q, scale))
         q = numbers(q, form)
 
         def copy(x):
-            if between:
-                x = jax.lax.all_gather(x, between, axis=1, tiled=True)
-            if over := tuple(name for name in parts if name not in between):
-                x = jax.lax.pcast(x, over, to="varying")
+            if gathered:
+                x = jax.lax.all_gather(x, gathered, axis=1, tiled=True)
+            if replicated := tuple(name for name in columns if name not in gathered):
+                x = jax.lax.pcast(x, replicated, to="varying")
             return x[None]
 
-        copies = per_device(copy, [x], [("batch", within, *inner)], (outer, "batch", "seq", *inner))
+        copies = per_device(copy, [x], [("batch", seq, *inner)], (outer, "batch", "seq", *inner))
         return RoundedInput(exact=x, x=copies, copies=outer, q=q, scale=scale)
+
+    def exact_input(self, x) -> jax.Array:
+        return gather(x.exact) if isinstance(x, RoundedInput) else x
 
     def dequantized(self) -> jax.Array:
         """The weight in use, in float32 if it is stored in int8."""

@@ -18,21 +18,21 @@ experts per position.
 import dataclasses
 import functools
 
-import jax.numpy as jnp
 from flax import nnx
 
-from .attention import Attention
-from .config import Variant
 from .decoder import Decoder
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, gate_by_position
-from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output, apply_norm
-from .sharding import Rules, complete_tables, param
-from .strategies import EXPERT_DECODER, expert_rules
+from .experts import (
+    EXPERT_REMAT, check_experts, check_groups, even_load, feed_forward, make_experts, position_gate,
+)  # fmt: skip
+from .layers import GatedMLP, Kind, RopeScaling, add_output, apply_norm
+from .sharding import Rules, complete_tables
+from .expert_strategies import EXPERT_DECODER, expert_rules
+from .variant import Variant, make_attention, make_norms
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Variant):
-    """The architecture, with config.Variant's switches. transformer.Config explains the fields
+    """The architecture, with variant.Variant's switches. transformer.Config explains the fields
     without a comment.
     """
 
@@ -75,6 +75,7 @@ class Config(Variant):
     def __post_init__(self):
         super().__post_init__()
         check_experts(self)
+        check_groups(self)
 
     @property
     def biased(self) -> bool:
@@ -127,56 +128,28 @@ SIZES = {
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + experts(norm(x)), or x + experts(norm(x)) + mlp(norm(x)).
+    """As transformer.Layer, with experts, or with experts and an MLP, in place of the MLP.
 
     A dense layer has the MLP alone.
     """
 
     def __init__(self, config: Config, dense: bool = False, *, rngs: nnx.Rngs):
-        D = config.embed
-        norm = functools.partial(RMSNorm, eps=config.norm_eps)
-        before = config.norms != "after"
-        after = config.norms != "before"
-        self.attention_norm = norm(D) if before else None
-        self.attention = Attention(
-            config,
-            biases=config.biases,
-            norm=norm if config.qk_norm else None,
-            joint=config.joint_qk_norm,
-            scale=config.query_scale,
-            growth=config.query_growth,
-            rngs=rngs,
-        )
-        self.post_attention_norm = norm(D) if after else None
-        self.mlp_norm = norm(D) if before else None
-        routed = functools.partial(
-            GatedExperts,
-            config,
-            biased=config.biased,
-            normalize=config.normalize,
-            sigmoid=config.sigmoid,
-            scale=config.route_scale,
-        )
-        self.experts = None if dense else routed(rngs=rngs)
+        self.attention_norm, self.post_attention_norm = make_norms(config)
+        self.attention = make_attention(config, rngs=rngs)
+        self.mlp_norm, self.post_mlp_norm = make_norms(config)
+        self.experts = None if dense else make_experts(config, config.biased, rngs=rngs)
         width = config.dense_mlp if dense else config.shared_mlp
         mlp = functools.partial(GatedMLP, config, width=width, biased=config.mlp_bias)
         self.mlp = mlp(rngs=rngs) if width else None
         gated = config.shared_gate and config.shared_mlp and not dense
-        self.mlp_gate = param(rngs, (D,), ("norm",), D**-0.5) if gated else None
-        self.post_mlp_norm = norm(D) if after else None
+        self.mlp_gate = position_gate(config, rngs=rngs) if gated else None
         self.scale = config.residual_scale
 
     def __call__(self, x_BTD, positions, kind, past=None):
         normed_BTD = apply_norm(self.attention_norm, x_BTD)
         out_BTD, kv = self.attention(normed_BTD, positions, kind, past)
         x_BTD = add_output(x_BTD, out_BTD, self.post_attention_norm, self.scale)
-        normed_BTD = apply_norm(self.mlp_norm, x_BTD)
-        out_BTD = 0
-        metrics = {}
-        if self.experts is not None:
-            out_BTD, metrics = self.experts(normed_BTD, positions)
-        if self.mlp is not None:
-            out_BTD += gate_by_position(self.mlp(normed_BTD), normed_BTD, self.mlp_gate)
+        out_BTD, metrics = feed_forward(self, apply_norm(self.mlp_norm, x_BTD), positions)
         return add_output(x_BTD, out_BTD, self.post_mlp_norm, self.scale), kv, metrics
 
 
@@ -194,9 +167,7 @@ class MoE(Decoder):
 
     def update_buffers(self, objective):
         if self.config.balance_rate:
-            load_LE = objective.metrics["load"]
-            step_LE = self.config.balance_rate * jnp.sign(objective.count - load_LE)
-            self.layers.experts.bias[...] += step_LE
+            even_load(objective, self.config.balance_rate, self.layers)
 
 
 complete = functools.partial(complete_tables, EXPERT_DECODER.logical_axes)

@@ -81,21 +81,6 @@ def _sharded(model, batch: Batch, trained: list[int]):
     outside = [split(axes) for axes in gradient_axes]
     inside = [split(axes) for axes in leaf_axes(used)]
 
-    def reduce(i, gradient):
-        """The sum over devices; if the gradient is split, this device's part of it."""
-        left = {*pipe, *rows}.difference(*inside[i])
-        for dim, (split_axes, used_axes) in enumerate(zip(outside[i], inside[i], strict=True)):
-            if over := tuple(name for name in split_axes if name not in used_axes):
-                # With more than one dim after it, the TPU compiler would all-reduce it instead.
-                outer, inner = gradient.shape[: dim + 1], gradient.shape[dim + 1 :]
-                flat = gradient.reshape(*outer, *([-1] if inner else []))
-                part = jax.lax.psum_scatter(flat, over, scatter_dimension=dim, tiled=True)
-                gradient = part.reshape(*part.shape[: dim + 1], *inner)
-                left = left - {*over}
-        # Not tuple(left): each process must sum in the same order of axes, or programs differ.
-        over = tuple(name for name in (*pipe, *rows) if name in left)
-        return jax.lax.psum(gradient, over) if over else gradient
-
     def on_device(weights, batch):
         stage = Stage(jax.tree.unflatten(tree, weights), batch, trained, pipe)
         sums, metrics, gradients = stage.run()
@@ -103,7 +88,7 @@ def _sharded(model, batch: Batch, trained: list[int]):
         metrics = jax.lax.psum(metrics, rows)
         # Per device along other axes too, or XLA would gather gradients over them first.
         for i, gradient in gradients.items():
-            of_leaf = functools.partial(reduce, i)
+            of_leaf = functools.partial(_sum_gradient, (*pipe, *rows), outside[i], inside[i])
             gradients[i] = per_device(of_leaf, [gradient], [leaf_axes(used)[i]], check_vma=False)
         return sums, metrics, gradients
 
@@ -127,6 +112,27 @@ def _sharded(model, batch: Batch, trained: list[int]):
     (total, count), metrics, gradients = run(weights, batch)
     total_and_costs = model.add_costs(total, metrics)
     return Objective(total_and_costs, count, {"loss": (total, count)}, metrics), gradients
+
+
+def _sum_gradient(over_all: tuple[str, ...], outside: list, inside: list, gradient):
+    """A gradient's sum over devices; if the gradient is split, this device's part of it.
+
+    Args:
+      over_all: the mesh axes of stages and rows.
+      outside, inside: those of them that split each dim of the gradient, and of the weight in use.
+    """
+    left = {*over_all}.difference(*inside)
+    for dim, (split_axes, used_axes) in enumerate(zip(outside, inside, strict=True)):
+        if over := tuple(name for name in split_axes if name not in used_axes):
+            # With more than one dim after it, the TPU compiler would all-reduce it instead.
+            outer, inner = gradient.shape[: dim + 1], gradient.shape[dim + 1 :]
+            flat = gradient.reshape(*outer, *([-1] if inner else []))
+            part = jax.lax.psum_scatter(flat, over, scatter_dimension=dim, tiled=True)
+            gradient = part.reshape(*part.shape[: dim + 1], *inner)
+            left = left - {*over}
+    # Not tuple(left): each process must sum in the same order of axes, or programs differ.
+    over = tuple(name for name in over_all if name in left)
+    return jax.lax.psum(gradient, over) if over else gradient
 
 
 def leaf_axes(model) -> list[tuple]:

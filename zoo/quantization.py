@@ -36,8 +36,8 @@ class Product(NamedTuple):
     rows: tuple[str, ...]  # that split M
     scattered: tuple[tuple[str, ...], ...]  # that split each dim of the weight at rest alone
     summed: tuple[str, ...]  # along which the weight's gradient is summed, besides those
-    joined: tuple[str, ...] = ()  # along which the product is summed
-    parted: bool = False  # whether each of these devices keeps a part of T
+    inner: tuple[str, ...] = ()  # that split K, so that the product is summed along them
+    scatters: bool = False  # whether that sum leaves each device a part of T, not all of it
     equal: tuple[str, ...] = ()  # along which x's gradients are equal, and only one counts
     shapes: tuple = ((), (), ())  # of the weight on a device, of its K and of its N
 
@@ -57,10 +57,10 @@ def multiply_rounded(product: Product, x, w, x_q, x_scale, q, scale, sizes=None)
 def _forward(product: Product, x, w, x_q, x_scale, q, scale, sizes):
     y, row = _dot("EMK,EKN->EMN", x_q, q, sizes), x_scale
     y = y.reshape(*x_q.shape[:-1], y.shape[-1])
-    if product.parted:
-        y, row = _scatter(y.astype(x.dtype), row, product.joined, 1)
+    if product.scatters:
+        y, row = _scatter(y.astype(x.dtype), row, product.inner, 1)
     y = (y * row * _by_row(scale, x_q, sizes)).astype(x.dtype)
-    y = jax.lax.psum(y, product.joined) if product.joined and not product.parted else y
+    y = jax.lax.psum(y, product.inner) if product.inner and not product.scatters else y
     return y, (bits(x_q), x_scale, bits(q), scale, sizes)
 
 
@@ -71,8 +71,8 @@ def _backward(product: Product, saved, y):
     of_weights, of_rows, gradients = FORMATS[product.matmul]
     gradients = (product.backward, None) if product.backward else gradients
     x_q, q = numbers(x_q, of_rows), numbers(q, of_weights)
-    if product.parted:
-        y = jax.lax.all_gather(y, product.joined, axis=1, tiled=True)
+    if product.scatters:
+        y = jax.lax.all_gather(y, product.inner, axis=1, tiled=True)
     g, row = quantize(y * _by_row(scale, x_q, sizes), (-1,), gradients, product.outer)
     dx = (_dot("EMN,EKN->EMK", g, q, sizes).reshape(x_q.shape) * row).astype(dtype)
     if product.equal:
@@ -129,7 +129,7 @@ def numbers(x, form):
 def _scatter(x, scale, over: tuple[str, ...], dim: int):
     """Sums x over devices and leaves each a part of `dim`, of its scales too: (x, scale).
 
-    TPUs scatter while they multiply, if a product is rounded in between and no more.
+    TPUs overlap it with the product if only rounding comes between.
     """
     x = jax.lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
     if scale.shape[dim] == 1:
@@ -147,9 +147,9 @@ def _by_row(scale, x, sizes):
 
 
 def _dot(dims: str, a, b, sizes, K=(), N=()):
-    """A product of two arrays of `dims`; that of rows with rows has the dims K and N of its weight.
+    """Multiplies arrays of `dims`; a weight's gradient, EMK,EMN->EKN, has its dims K and N.
 
-    The sums are int32 or float32. E is a batch dim even if it is 1: remat's "dots" saves no sums.
+    Sums are int32 or float32. E is a batch dim even if it is 1, so that remat's "dots" saves no sums.
     """
     if not a.dtype.itemsize == b.dtype.itemsize == 1 or not native(a.dtype):
         wide = jnp.float32 if device().platform == "cpu" else jnp.bfloat16  # both are exact

@@ -22,10 +22,10 @@ from .attention import Attention
 from .config import Compute
 from .decoder import ATTENTION, Decoder
 from .delta import GatedDelta
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, gate_by_position
+from .experts import EXPERT_REMAT, GatedExperts, check_experts, feed_forward, position_gate
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
-from .sharding import Rules, complete_tables, param
-from .strategies import EXPERT_DECODER, expert_rules
+from .sharding import Rules, complete_tables
+from .expert_strategies import EXPERT_DECODER, expert_rules
 
 DELTA = "delta"  # the stack of the layers with a state
 
@@ -70,7 +70,9 @@ class Config(Compute):
         *Compute.MAY_BE_ZERO, "rotary_dims", "num_experts", "experts_per_token", "shared_mlp",
     )  # fmt: skip
 
-    rotary_dim = property(lambda self: self.rotary_dims or self.head_dim)
+    @property
+    def rotary_dim(self) -> int:
+        return self.rotary_dims or self.head_dim
 
     @property
     def period(self) -> tuple[str, ...]:
@@ -195,20 +197,13 @@ class Layer(nnx.Module):
         width = config.shared_mlp if config.num_experts else config.mlp
         self.mlp = GatedMLP(config, width=width, rngs=rngs) if width else None
         gated = config.num_experts and config.shared_mlp
-        self.mlp_gate = param(rngs, (D,), ("norm",), D**-0.5) if gated else None
+        self.mlp_gate = position_gate(config, rngs=rngs) if gated else None
 
     def __call__(self, x_BTD, positions, kind, past=None):
         out_BTD, kept = self.mixer(self.mixer_norm(x_BTD), positions, kind, past)
         x_BTD = add_output(x_BTD, out_BTD)
-        normed_BTD = self.mlp_norm(x_BTD)
-        outputs = []
-        metrics = {}
-        if self.mlp is not None:
-            outputs += [gate_by_position(self.mlp(normed_BTD), normed_BTD, self.mlp_gate)]
-        if self.experts is not None:
-            out_BTD, metrics = self.experts(normed_BTD, positions)
-            outputs += [out_BTD]
-        return add_output(x_BTD, sum(outputs)), kept, metrics
+        out_BTD, metrics = feed_forward(self, self.mlp_norm(x_BTD), positions)
+        return add_output(x_BTD, out_BTD), kept, metrics
 
 
 class Qwen3Next(Decoder):

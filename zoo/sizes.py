@@ -1,6 +1,7 @@
 """Published sizes of Llama's relatives, beside those in transformer.py and moe.py."""
 
-from .layers import Kind, Yarn
+from .layers import Kind
+from .rope_scaling import Yarn
 from .moe import SIZES as MOE_SIZES, Config as MoEConfig
 from .transformer import SIZES as TRANSFORMER_SIZES, Config as TransformerConfig
 

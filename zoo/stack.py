@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import Tracer
-from jax.sharding import AxisType, PartitionSpec
 
 from .sharding import check_rules, in_use, shards
 
@@ -74,8 +72,7 @@ def scan_layers(
 ):
     """Runs x through stacked layers, so that compile time doesn't grow with their number.
 
-    Each iteration of the scan runs one *period* of layers: one for each kind, compiled for that
-    kind. Layers that are left over at the end run after the scan.
+    Layers of several kinds: see periods.py.
 
     Args:
       function: (x, one layer of `layers`, its kind) → (x, outputs).
@@ -96,62 +93,13 @@ def scan_layers(
     def run_layer(x, layer, kind):
         return function(checkpoint_name(x, "input") if offloads else x, layer, kind=kind)
 
-    if len(kinds) == 1:
-        layer = functools.partial(run_layer, kind=kinds[0])
-        layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
-        return jax.lax.scan(layer, x, layers, unroll=unroll)
-    stacks = layers if period else {"": layers}
-    names = period or ("",) * len(kinds)
-    depth = {name: jax.tree.leaves(stack)[0].shape[0] for name, stack in stacks.items()}
-    num_layers = sum(depth.values())
-    # XLA would unroll a loop with one iteration.
-    periods = num_layers // len(kinds) if num_layers >= 2 * len(kinds) else 0
-    outputs = {name: [] for name in stacks}
+    if len(kinds) != 1:
+        from .periods import scan_periods
 
-    def run_layers(x, first, count, prevent_cse):
-        """The next `count` layers; first: stack → the number of its first one of them."""
-        outputs = {name: [] for name in stacks}
-        for i in range(count):
-            kind, name = kinds[i % len(kinds)], names[i % len(kinds)]
-            number = first[name] + len(outputs[name])
-
-            # Layers are indexed in the full stack: slicing it by kind would copy all parameters,
-            # their gradients and the cache.
-            def layer(x, stack, l=number, kind=kind):
-                take = functools.partial(jax.lax.dynamic_index_in_dim, index=l, keepdims=False)
-                return run_layer(x, jax.tree.map(take, stack), kind)
-
-            layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
-            if not isinstance(x, Tracer):  # called eagerly: an operation may need the mesh
-                layer = jax.jit(layer)
-            x, output = layer(x, stacks[name])
-            outputs[name].append(output)
-        made = {name: output for name, output in outputs.items() if output}
-        return x, {name: jax.tree.map(lambda *o: jnp.stack(o), *o) for name, o in made.items()}
-
-    in_loop = {name: periods * names.count(name) for name in stacks}
-    if periods:
-        run_period = functools.partial(run_layers, count=len(kinds), prevent_cse=False)
-        firsts = {name: jnp.arange(0, in_loop[name], names.count(name)) for name in stacks}
-        x, output = jax.lax.scan(run_period, x, firsts)
-        for name in stacks:
-            outputs[name].append(jax.tree.map(merge_first_dims, output[name]))
-    if left := num_layers - periods * len(kinds):
-        # Outside a loop, XLA may merge forward and recomputed operations.
-        x, output = run_layers(x, in_loop, left, prevent_cse=True)
-        for name in output:
-            outputs[name].append(output[name])
-    joined = {n: jax.tree.map(lambda *o: jnp.concatenate(o), *out) for n, out in outputs.items()}
-    return x, joined if period else joined[""]
-
-
-def merge_first_dims(x: jax.Array) -> jax.Array:
-    """[A, B, ...] → [A · B, ...]; neither of the two is split."""
-    sharding = jax.typeof(x).sharding
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    # JAX would forget the mesh axes of dims of size 1.
-    out_sharding = PartitionSpec(*sharding.spec[1:]) if is_explicit else None
-    return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=out_sharding)
+        return scan_periods(run_layer, x, layers, kinds, remat, period)
+    layer = functools.partial(run_layer, kind=kinds[0])
+    layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
+    return jax.lax.scan(layer, x, layers, unroll=unroll)
 
 
 def layer_in_use(layer, names: dict[str, str], config):

@@ -1,6 +1,7 @@
 """Sharding rules for decoders: what each kind of parallelism splits, and what it costs.
 
-A strategy is a union of parallelisms; `decoder_rules` and `expert_rules` list all of them:
+A strategy is a union of parallelisms. `decoder_rules` lists all, and expert_strategies.py those of
+decoders with experts:
 
     "fsdp_tp": DP | FSDP | TP
 
@@ -8,11 +9,8 @@ A weight [D, F] is stored with the logical axes (embed, mlp) and multiplied with
 If the rules shard these differently, the weight is gathered just before its matmul, and its
 gradient is scattered just after.
 
-Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X. B batch, D embed, F mlp, E
-experts, J experts per position.
+Notation: In[B_X, D] is a tensor whose dim B is split over mesh axis X. B batch, D embed, F mlp.
 """
-
-import dataclasses
 
 from .sharding import AxisNames, optimizer_axis
 
@@ -32,7 +30,7 @@ HEAD_DIM = "head_dim"  # H
 POSITIONS = "positions"  # T, of a table of learned positions
 
 # A model's inputs and outputs: Muon skips matrices with these axes.
-MODEL_ENDS = ("vocab", "positions", "inputs", "channels", "classes")
+MODEL_ENDS = ("vocab", "positions", "token_types", "inputs", "channels", "classes")
 MATRIX_STACKS = (LAYERS, DENSE_STACK, EXPERT)  # dims along which matrices are stacked
 RANKS = ("lora",)  # of adapters: one side of their matrices
 
@@ -90,16 +88,6 @@ FSDP_CP = {"embed": ("data", "seq")}
 # and only their activations travel.
 PP = {"layers": "pipe"}
 
-# Expert parallel: each device along `expert` has E / expert of the experts, and positions travel to
-# them and back: Slots[E, B_data_expert, D] → Slots[E_expert, B_data, D]. These are four all-to-alls
-# per layer and step, each of capacity · J · D per position.
-EP = {"batch": ("data", "expert"), "expert": "expert"}
-
-# ZeRO-3 with expert parallelism: experts are split over `expert` and `data`, other weights over all
-# devices. A device gathers only its own experts. FSDP_EP_CP: over `seq` too.
-FSDP_EP = {"embed": ("data", "expert"), "expert_embed": "data"}
-FSDP_EP_CP = {"embed": ("data", "seq", "expert"), "expert_embed": ("data", "seq")}
-
 
 def decoder_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[str, dict]:
     """Strategy → the rules that it states, for every decoder.
@@ -133,33 +121,9 @@ def decoder_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[st
     }
 
 
-def expert_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[str, dict]:
-    """`decoder_rules` of a decoder with experts, and the strategies that split the experts.
-
-    The experts' D has an axis of its own, since a mesh axis that splits E can't split D as well.
-    Without expert parallelism, every layer gathers all experts, even those that a device hardly
-    uses. TP splits each expert's hidden dim; its all-reduces don't grow with J.
-    """
-    fsdp_ep = split_alike(FSDP_EP, like_embed)
-    fsdp_ep_cp = split_alike(FSDP_EP_CP, like_embed)
-    tp = split_alike(TP, like_heads, HEADS)
-    return decoder_rules("expert_embed", *like_embed, like_heads=like_heads) | {
-        "ep": EP,
-        "fsdp_ep": EP | fsdp_ep,
-        "fsdp_ep_tp": EP | fsdp_ep | tp,
-        "fsdp_ep_pp": EP | fsdp_ep | PP,
-        "fsdp_ep_cp": EP | CP | fsdp_ep_cp,
-        "fsdp_ep_cp_tp": EP | CP | fsdp_ep_cp | tp,
-    }
-
-
 def split_alike(parallelism: dict, axes: tuple[str, ...], like: str = "embed") -> dict:
     """Adds logical axes that a parallelism splits as it splits `like`."""
     return parallelism | dict.fromkeys(axes, parallelism[like])
-
-
-# All strategies. If several fit a mesh equally well, the last one is its default.
-STRATEGIES = tuple(expert_rules())
 
 
 DECODER = AxisNames(
@@ -187,17 +151,4 @@ DECODER = AxisNames(
     },
     positions=(SEQ, RESIDUAL_SEQ),
     substitutes={"residual_seq": "seq", "slots": "seq"},
-)
-
-EXPERT_DECODER = dataclasses.replace(
-    DECODER,
-    logical_axes=DECODER.logical_axes
-    | {
-        "expert": "weights",  # activations travel to the devices of their experts
-        "expert_embed": "weights",  # D, of experts at rest
-        "router": "weights",  # E, of the router: each device scores all experts
-        DENSE_STACK: "stack",
-    },
-    in_use=DECODER.in_use | {"expert_embed": "act_embed"},
-    within={"expert": "batch"},  # positions travel along the mesh axes that split experts
 )

@@ -2,7 +2,7 @@
 
 RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
 grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, sliding
-windows, tied embeddings, rope scaling and LoRA adapters (Hu et al. 2021). config.Variant has the
+windows, tied embeddings, rope scaling and LoRA adapters (Hu et al. 2021). variant.Variant has the
 switches of Llama's relatives: recipes/docs/architectures.md lists those that this covers. Layers are
 stacked and scanned, so compile time does not grow with depth.
 
@@ -29,12 +29,11 @@ import functools
 
 from flax import nnx
 
-from .attention import Attention
-from .config import Variant
 from .decoder import Decoder
-from .layers import GatedMLP, Kind, Llama3, RMSNorm, RopeScaling, add_output, apply_norm
+from .layers import GatedMLP, Kind, Llama3, RopeScaling, add_output, apply_norm
 from .sharding import Rules, complete_tables
 from .strategies import DECODER, decoder_rules
+from .variant import Variant, make_attention, make_norms
 
 
 LLAMA31 = Llama3(8.0, 1.0, 4.0, 8_192)  # from 8,192 to 131,072 positions
@@ -42,7 +41,7 @@ LLAMA31 = Llama3(8.0, 1.0, 4.0, 8_192)  # from 8,192 to 131,072 positions
 
 @dataclasses.dataclass(frozen=True)
 class Config(Variant):
-    """The architecture, with config.Variant's switches; config.Compute has the fields for how to
+    """The architecture, with variant.Variant's switches; config.Compute has the fields for how to
     compute it. Named sizes are classmethods.
     """
 
@@ -139,23 +138,10 @@ class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); config.norms may move or double the norms."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        norm = functools.partial(RMSNorm, eps=config.norm_eps)
-        before = config.norms != "after"
-        after = config.norms != "before"
-        self.attention_norm = norm(config.embed) if before else None
-        self.attention = Attention(
-            config,
-            biases=config.biases,
-            norm=norm if config.qk_norm else None,
-            joint=config.joint_qk_norm,
-            scale=config.query_scale,
-            growth=config.query_growth,
-            rngs=rngs,
-        )
-        self.post_attention_norm = norm(config.embed) if after else None
-        self.mlp_norm = norm(config.embed) if before else None
+        self.attention_norm, self.post_attention_norm = make_norms(config)
+        self.attention = make_attention(config, rngs=rngs)
+        self.mlp_norm, self.post_mlp_norm = make_norms(config)
         self.mlp = GatedMLP(config, biased=config.mlp_bias, rngs=rngs)
-        self.post_mlp_norm = norm(config.embed) if after else None
         self.scale = config.residual_scale
 
     def __call__(self, x_BTD, positions, kind, past=None):

@@ -30,9 +30,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from .layers import GeluMLP, adapters, add_bias, dot, gather, layer_norm, multiply, project
+from .gelu import GeluMLP, layer_norm
+from .layers import adapters, add_bias, add_output, dot, gather, multiply, project
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, reshape,
 )  # fmt: skip
@@ -162,8 +162,8 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTD):
         out_BTD = self.attention(self.attention_norm(x_BTD))
-        x_BTD = x_BTD + checkpoint_name(out_BTD, "sublayer")
-        x_BTD = x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "sublayer")
+        x_BTD = add_output(x_BTD, out_BTD)
+        x_BTD = add_output(x_BTD, self.mlp(self.mlp_norm(x_BTD)))
         # Rules may split biases; the residual stream stays whole.
         return constrain(x_BTD, "batch", "residual_seq", "act_embed")
 

@@ -65,19 +65,21 @@ def vocabulary(config, *, rngs: nnx.Rngs) -> nnx.Param:
 
 
 def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
-    """Gives each shard of B and T its own copy of a table, [R, V, D]; every device holds one anyway.
+    """Gives each shard of B and T its own copy of a table, [R, V, D], or of a bias, [R, V]; every
+    device holds one anyway.
 
     Lookups and chunks of the loss then add to their own copy's gradient, and the copies' gradients
     are summed once, in the transpose of this broadcast; otherwise they would be summed in every
     chunk. V is padded with zeros to a multiple of its own shards.
     """
     table_VD = table[...].astype(dtype)
-    vocab = table.out_sharding[0]
+    vocab, *rest = table.out_sharding
+    rest = ["act_embed"] * len(rest)
     if padding := -len(table_VD) % shards(vocab):
-        padded_VD = jnp.pad(table_VD, ((0, padding), (0, 0)))
-        table_VD = constrain(padded_VD, None, "act_embed")  # gather before splitting
-    table_VD = constrain(table_VD, vocab, "act_embed")
-    axes = (SHARDS, vocab, "act_embed")
+        padded_VD = jnp.pad(table_VD, ((0, padding), *[(0, 0)] * len(rest)))
+        table_VD = constrain(padded_VD, None, *rest)  # gather before splitting
+    table_VD = constrain(table_VD, vocab, *rest)
+    axes = (SHARDS, vocab, *rest)
     shape = (shards(SHARDS), *table_VD.shape)
     return constrain(jnp.broadcast_to(table_VD, shape, out_sharding=explicit(*axes)), *axes)
 
@@ -111,9 +113,9 @@ def _add_rows(saved, grad_MD):
 _rows.defvjp(lambda *saved: (_rows(*saved), saved), _add_rows)
 
 
-def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
+def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config, bias_RV=None) -> jax.Array:
     """Logits [B, T, V] in float32."""
-    product_RMV = _product(by_shard(gather(x_BTD), "act_embed"), table_RVD)
+    product_RMV = table_product(by_shard(gather(x_BTD), "act_embed"), table_RVD, bias_RV)
     logits_RMV = _logits(product_RMV, config)
     logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
     if logits_BTV.shape[-1] == config.vocab_size:
@@ -121,33 +123,34 @@ def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     return constrain(logits_BTV, "batch", "seq", None)[..., : config.vocab_size]
 
 
-def cross_entropy(x_BTD, table_RVD, targets_BT, config):
+def cross_entropy(x_BTD, table_RVD, targets_BT, config, bias_RV=None):
     """Returns (sum of cross entropies in nats, number of targets), float32 scalars.
 
     Targets below 0 are padding and don't count. Only `positions_at_once` positions of each sequence
     have logits at the same time.
     """
     targets_BT = constrain(targets_BT, "batch", "seq")
-    B, T = targets_BT.shape
-    R = len(table_RVD)
+    x_CRMD = in_chunks(gather(x_BTD), config, "act_embed")
+    sums_R: Any = _sums(config, x_CRMD, table_RVD, bias_RV, in_chunks(targets_BT, config))
+    return sums_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
+
+
+def in_chunks(x_BT, config, *axes: str):
+    """[B, T, ...] → [C, R, M, ...], M: positions of a shard in a chunk. axes: of the dims after T."""
+    B, T = x_BT.shape[:2]
+    R = shards(SHARDS)
     rows = B // shards("batch")  # of a shard
     length = T // shards("seq")
     size = positions_at_once(config.loss_chunk, rows, length)
     C = length // size
-
-    def chunks(x, *axes):  # [B, T, ...] → [C, R, M, ...], M: positions of a shard in a chunk
-        x = by_shard(x, *axes)
-        x = reshape(x, (R, rows, C, size, *x.shape[2:]), SHARDS, None, None, None, *axes)
-        x = jnp.moveaxis(x, 2, 0)
-        return reshape(x, (C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
-
-    x_BTD = gather(x_BTD)
-    sums_R: Any = _sums(config, chunks(x_BTD, "act_embed"), table_RVD, chunks(targets_BT))
-    return sums_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
+    x = by_shard(x_BT, *axes)
+    x = reshape(x, (R, rows, C, size, *x.shape[2:]), SHARDS, None, None, None, *axes)
+    x = jnp.moveaxis(x, 2, 0)
+    return reshape(x, (C, R, -1, *x.shape[4:]), None, SHARDS, None, *axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(config, x_CRMD, table_RVD, targets_CRM):
+def _sums(config, x_CRMD, table_RVD, bias_RV, targets_CRM):
     """The sum of each shard's cross entropies, float32 [R].
 
     When differentiated, the forward pass computes each chunk's gradients from its logits, and the
@@ -156,31 +159,32 @@ def _sums(config, x_CRMD, table_RVD, targets_CRM):
 
     def chunk(sums_R, x_and_targets):
         x_RMD, targets_RM = x_and_targets
-        return sums_R + _nats(config, _product(x_RMD, table_RVD), targets_RM), None
+        product_RMV = table_product(x_RMD, table_RVD, bias_RV)
+        return sums_R + cross_entropies(config, product_RMV, targets_RM).sum(axis=1), None
 
     return jax.lax.scan(chunk, _zeros(table_RVD), (x_CRMD, targets_CRM))[0]
 
 
-def _sums_and_gradients(config, x_CRMD, table_RVD, targets_CRM):
-    """`_sums`, and the gradients of x and of the table for a cotangent of 1."""
+def _sums_and_gradients(config, x_CRMD, table_RVD, bias_RV, targets_CRM):
+    """`_sums`, and the gradients of x, the table and the bias for a cotangent of 1."""
 
     def chunk(carry, x_and_targets):
-        sums_R, table_grad_RVD = carry
+        sums_R, table_grad_RVD, bias_grad_RV = carry
         x_RMD, targets_RM = x_and_targets
-        nats = functools.partial(_nats, config, targets_RM=targets_RM)
-        nats_R, pull = jax.vjp(nats, _product(x_RMD, table_RVD))
+        nats = lambda product_RMV: cross_entropies(config, product_RMV, targets_RM).sum(axis=1)  # noqa: E731
+        nats_R, pull = jax.vjp(nats, table_product(x_RMD, table_RVD, bias_RV))
         (grad_RMV,) = pull(jnp.ones_like(nats_R))
-        grad_RMV = grad_RMV.astype(x_RMD.dtype)  # GPUs multiply float32 at half the speed
-        x_axes = explicit(SHARDS, None, "act_embed")
-        x_grad_RMD = dot("RMV,RVD->RMD", grad_RMV, table_RVD, out_sharding=x_axes)
-        table_axes = explicit(SHARDS, "vocab", "act_embed")
-        grad_RVD = dot("RMV,RMD->RVD", grad_RMV, x_RMD, out_sharding=table_axes)
-        return (sums_R + nats_R, table_grad_RVD + grad_RVD), x_grad_RMD.astype(x_RMD.dtype)
+        if bias_RV is not None:
+            bias_grad_RV = bias_grad_RV + grad_RMV.sum(axis=1)
+        x_grad_RMD, grad_RVD = product_gradients(grad_RMV, x_RMD, table_RVD)
+        return (sums_R + nats_R, table_grad_RVD + grad_RVD, bias_grad_RV), x_grad_RMD
 
     # In float32: there may be hundreds of chunks, and a sum in bfloat16 soon no longer changes.
-    carry = _zeros(table_RVD), jnp.zeros_like(table_RVD, dtype=jnp.float32)
-    (sums_R, table_grad_RVD), x_grad_CRMD = jax.lax.scan(chunk, carry, (x_CRMD, targets_CRM))
-    return sums_R, (x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype))
+    bias_grad_RV = None if bias_RV is None else jnp.zeros_like(bias_RV)
+    carry = _zeros(table_RVD), jnp.zeros_like(table_RVD, dtype=jnp.float32), bias_grad_RV
+    sums, x_grad_CRMD = jax.lax.scan(chunk, carry, (x_CRMD, targets_CRM))
+    sums_R, table_grad_RVD, bias_grad_RV = sums
+    return sums_R, (x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype), bias_grad_RV)
 
 
 def _scaled_gradients(config, gradients, grad_R):
@@ -189,12 +193,24 @@ def _scaled_gradients(config, gradients, grad_R):
     def scaled(x, factor):  # in float32: a rounded factor would change all gradients alike
         return (factor * x.astype(jnp.float32)).astype(x.dtype)
 
-    x_grad_CRMD, table_grad_RVD = gradients
+    x_grad_CRMD, table_grad_RVD, bias_grad_RV = gradients
     x_grad_CRMD = scaled(x_grad_CRMD, grad_R[None, :, None, None])
-    return x_grad_CRMD, scaled(table_grad_RVD, grad_R[:, None, None]), None
+    if bias_grad_RV is not None:
+        bias_grad_RV = scaled(bias_grad_RV, grad_R[:, None])
+    return x_grad_CRMD, scaled(table_grad_RVD, grad_R[:, None, None]), bias_grad_RV, None
 
 
 _sums.defvjp(_sums_and_gradients, _scaled_gradients)
+
+
+def product_gradients(grad_RMV, x_RMD, table_RVD):
+    """The gradients of x, in its dtype, and of the table, from that of their product."""
+    grad_RMV = grad_RMV.astype(x_RMD.dtype)  # GPUs multiply float32 at half the speed
+    x_axes = explicit(SHARDS, None, "act_embed")
+    x_grad_RMD = dot("RMV,RVD->RMD", grad_RMV, table_RVD, out_sharding=x_axes)
+    table_axes = explicit(SHARDS, "vocab", "act_embed")
+    grad_RVD = dot("RMV,RMD->RVD", grad_RMV, x_RMD, out_sharding=table_axes)
+    return x_grad_RMD.astype(x_RMD.dtype), grad_RVD
 
 
 def _zeros(table_RVD):
@@ -202,15 +218,15 @@ def _zeros(table_RVD):
     return constrain(jnp.zeros(len(table_RVD)), SHARDS)
 
 
-def _nats(config, product_RMV, targets_RM):
-    """The sums of one chunk, [R], from the product of x and the table."""
+def cross_entropies(config, product_RMV, targets_RM):
+    """Cross entropies of one chunk, [R, M], from the product of x and the table; 0 for padding."""
     logits_RMV = _logits(product_RMV, config)
     if device().platform == "gpu" and shards("vocab") == 1:
         nats_RM: Any = _nats_in_one_pass(logits_RMV, targets_RM)
     else:
         picked_RM = jnp.where(_picked(logits_RMV, targets_RM), logits_RMV, 0).sum(axis=-1)
         nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
-    return jnp.where(targets_RM < 0, 0, nats_RM).sum(axis=1)
+    return jnp.where(targets_RM < 0, 0, nats_RM)
 
 
 def _picked(logits_RMV, targets_RM):
@@ -265,11 +281,12 @@ def positions_at_once(loss_chunk: int, rows: int, seq_len: int) -> int:
     return next(n for n in range(min(seq_len, most), 0, -1) if seq_len % n == 0)
 
 
-def _product(x_RMD, table_RVD):
-    """Products of x and the rows of a table, [R, M, V] in float32."""
+def table_product(x_RMD, table_RVD, bias_RV=None):
+    """Products of x and the rows of a table, plus a bias: [R, M, V] in float32."""
     axes = (SHARDS, None, "vocab")
     product_RMV = dot("RMD,RVD->RMV", x_RMD, table_RVD, out_sharding=explicit(*axes))
-    return constrain(product_RMV, *axes)
+    product_RMV = constrain(product_RMV, *axes)
+    return product_RMV if bias_RV is None else product_RMV + bias_RV[:, None]
 
 
 def _logits(product_RMV, config):

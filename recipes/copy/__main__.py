@@ -28,11 +28,15 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "context": "rings and all-to-alls (rules with cp)",
     "cudnn": "the attention kernel of NVIDIA GPUs",
     "delta_context": "a state that travels between devices (rules with cp)",
+    "flash": "attention on any platform, and on rings of devices",
+    "log_probs": "preference tuning",
     "lora": "adapters (lora_rank)",
     "low_precision": "low precision (matmul)",
     "mtp": "the head for the second-next token (mtp_depth)",
+    "periods": "layers of several kinds (layer_kinds)",
     "pipeline": "pipelines (rules with pp)",
     "quantization": "low precision (matmul)",
+    "rope_scaling": "rotary scalings other than Llama 3's, and those of saved configs",
     "splash": "the attention kernel of TPUs",
 }
 

@@ -14,7 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 from jax.dtypes import canonicalize_dtype
 
-from recipes.common.runtime import UserError
+from recipes.common.runtime import UserError, flag
 from recipes.common.sharding import AbstractModel, abstract_model
 from recipes.common.sharding.abstract import UNNAMED, declared_names
 from recipes.common.sharding.rules import Rules
@@ -32,6 +32,48 @@ from zoo.sharding import check_names, optimizer_axis
 
 SEQ_LEN = 32  # positions of a row that is made from the signature
 ROWS = 24  # of a batch that is made from the signature
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlags:
+    """Flags that name a user's own model."""
+
+    model: str = flag("", "FILE.py:NAME of your own nnx.Module.", group="model")
+    config: str = flag(
+        "", "Size of your model, a classmethod of the class Config in its file; empty: it is built from "
+        "rngs alone.", group="model",
+    )  # fmt: skip
+    rules: str = flag(
+        "", "FILE.py:NAME of your model's sharding rules, a table or a dict of tables; empty: RULES in its "
+        "file.", group="model",
+    )  # fmt: skip
+    loss: str = flag(
+        "", "FILE.py:NAME of your model's loss, a function of the model and the batch's arrays; empty: its "
+        "method.", group="model",
+    )  # fmt: skip
+    batch: str = flag(
+        "", "FILE.py:NAME of a function that returns a batch, a dict of arrays; empty: random tokens, for "
+        "language models.", group="data",
+    )  # fmt: skip
+
+    def parts(self) -> "Parts":
+        """What the flags name. Raises UserError."""
+        file, _, _ = self.model.rpartition(":")
+        return Parts(
+            build=builder(load_function(self.model, "--model"), self.config),
+            loss=load_function(self.loss, "--loss") if self.loss else None,
+            rules=load(self.rules or f"{file}:RULES", "--rules"),
+            batch=load_batch(self.batch) if self.batch else None,
+        )
+
+
+class Parts(NamedTuple):
+    """The arguments of `make_subject`, as a user names them."""
+
+    build: Callable[[], nnx.Module]
+    loss: Callable | None
+    rules: Any
+    batch: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,32 +211,8 @@ def make_subject(
       rules: strategy → table, or one table.
       batch: name → array with the rows first; None: tokens for a language model.
     """
-    if not isinstance(rules, dict) or not rules:
-        raise UserError(
-            "the rules are not a dict; write {'batch': 'data'}, or one for each strategy"
-        )
-    named = rules if all(isinstance(x, dict) for x in rules.values()) else {"rules": rules}
-    for strategy, table in named.items():
-        for axis, target in table.items() if isinstance(table, dict) else [("", table)]:
-            names = target if isinstance(target, tuple) else (target,)
-            if not all(name is None or isinstance(name, str) for name in names):
-                raise UserError(
-                    f"rules {strategy!r} map {axis!r} to {target!r}; use the name of a mesh axis, a "
-                    "tuple of names, or None"
-                )
-
-    def build_named() -> nnx.Module:
-        with nnx.use_eager_sharding(False):
-            model = build()
-        if not isinstance(model, nnx.Module):
-            raise UserError(f"the model is of type {type(model).__name__}; use an nnx.Module")
-        for _, variable in nnx.iter_graph(model):
-            if isinstance(variable, nnx.Variable):
-                unnamed = (None,) * len(jnp.shape(variable.get_value()))
-                axes = variable.get_metadata().get("out_sharding") or unnamed
-                variable.set_metadata(out_sharding=tuple(axis or UNNAMED for axis in axes))
-        return model
-
+    named = _named_tables(rules)
+    build_named = _with_names(build)
     try:
         model: Any = nnx.eval_shape(build_named)
     except UserError:
@@ -210,16 +228,7 @@ def make_subject(
     config: Any = vars(model).get("config")
     if "vocab_size" in dir(config):
         check_ids(batch, config.vocab_size)
-    if not isinstance(batch, dict):
-        raise UserError(
-            "the batch is not a dict; return {name: array}, with the loss's parameters as names"
-        )
-    arrays = {name: np.asarray(x) for name, x in batch.items()}
-    batch = {name: x.astype(canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
-    rows = {name: x.shape[:1] for name, x in batch.items()}
-    if len({*rows.values()}) != 1 or () in rows.values():
-        listed = ", ".join(f"{name} {list(x.shape)}" for name, x in batch.items())
-        raise UserError(f"the batch's arrays have different numbers of rows ({listed}); use one")
+    batch = _arrays(batch)
     signature = inspect.signature(loss or model.loss)
     try:
         signature.bind(*([model] if loss else []), **batch)
@@ -229,6 +238,56 @@ def make_subject(
             f"like its parameters, {signature}"
         ) from None
     return Subject(build_named, with_sums(compute_loss), named, batch, optimizer)
+
+
+def _named_tables(rules: Any) -> dict[str, Rules]:
+    """Strategy → table; one table is called "rules". Raises UserError if it isn't a table."""
+    if not isinstance(rules, dict) or not rules:
+        raise UserError(
+            "the rules are not a dict; write {'batch': 'data'}, or one for each strategy"
+        )
+    named = rules if all(isinstance(x, dict) for x in rules.values()) else {"rules": rules}
+    for strategy, table in named.items():
+        for axis, target in table.items() if isinstance(table, dict) else [("", table)]:
+            names = target if isinstance(target, tuple) else (target,)
+            if not all(name is None or isinstance(name, str) for name in names):
+                raise UserError(
+                    f"rules {strategy!r} map {axis!r} to {target!r}; use the name of a mesh axis, a "
+                    "tuple of names, or None"
+                )
+    return named
+
+
+def _with_names(build: Callable[[], nnx.Module]) -> Callable[[], nnx.Module]:
+    """Builds the model with a logical axis for each dim of its variables, UNNAMED if it has none."""
+
+    def build_named() -> nnx.Module:
+        with nnx.use_eager_sharding(False):
+            model = build()
+        if not isinstance(model, nnx.Module):
+            raise UserError(f"the model is of type {type(model).__name__}; use an nnx.Module")
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Variable):
+                unnamed = (None,) * len(jnp.shape(variable.get_value()))
+                axes = variable.get_metadata().get("out_sharding") or unnamed
+                variable.set_metadata(out_sharding=tuple(axis or UNNAMED for axis in axes))
+        return model
+
+    return build_named
+
+
+def _arrays(batch: Any) -> dict[str, Any]:
+    """The batch in dtypes that JAX has. Raises UserError unless all arrays have as many rows."""
+    if not isinstance(batch, dict):
+        raise UserError(
+            "the batch is not a dict; return {name: array}, with the loss's parameters as names"
+        )
+    arrays = {name: np.asarray(x) for name, x in batch.items()}
+    rows = {name: x.shape[:1] for name, x in arrays.items()}
+    if len({*rows.values()}) != 1 or () in rows.values():
+        listed = ", ".join(f"{name} {list(x.shape)}" for name, x in arrays.items())
+        raise UserError(f"the batch's arrays have different numbers of rows ({listed}); use one")
+    return {name: x.astype(canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
 
 
 def with_sums(loss: Callable) -> Callable:

@@ -561,7 +561,7 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
     assert [row.attention for row in asked[:3]] == ["flash", "cudnn", "xla"]
     assert {row.what for row in asked[:3]} == {"check"}
     small, large = (gpu.GUESSES[case][0][0] for case in ("124m:1024", "1b:2048"))
-    assert asked[3:11] == [
+    assert asked[3:15] == [
         Row("step", "124m:1024", segments=True, **small),
         Row("step", "1b:2048", segments=True, **large),
         Row("step", "124m:1024", **small),
@@ -570,6 +570,10 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
         Row("torch", "1b:2048", 8),
         Row("torch", "124m:1024", 32, segments=True),
         Row("torch", "1b:2048", 8, segments=True),
+        Row("generate", "124m:1024", 32),
+        Row("generate", "1b:2048", 32),
+        Row("generate", "124m:1024", 1),
+        Row("generate", "1b:2048", 1),
     ]
     # Around the best: what is found later starts from what was found before.
     best = dict(attention="cudnn", batch=128, remat="dots", xla="cuBLASLt")
@@ -657,7 +661,7 @@ def test_a_trace_has_the_kernels_of_all_streams_of_the_first_gpu(tmp_path):
 
 def test_gpu_without_pytorch(sweep):
     asked, out, error = sweep(found, torch="", cases="1b:2048")
-    assert (error, {row.what for row in asked}) == ("", {"check", "step"})
+    assert (error, {row.what for row in asked}) == ("", {"check", "step", "generate"})
     assert "\nPyTorch is not installed.\n" in out
 
 
@@ -790,6 +794,7 @@ WORDS = {
     "depth": ["--depths=1,2", "--rounds=1"],
     "cycles": ["--size=tiny", "--devices=v5e:4", "--tokens=1024", "--seq_len=1024",
                f"--program={ROOT}/tests/golden/scan_with_kernel.hlo", f"--dataset={ROOT}/README.md"],
+    "roofline": ["--size=tiny", f"--program={ROOT}/tests/golden/gpu_kernels.hlo"],
     "meshes": ["--size=tiny", "--meshes=4x2", "--rules=fsdp", "--seq_len=32", "--batch_size=8", "--rounds=1"],
     "gpu": ["--toy", "--kernels=xla", "--xla=default"],
     "host": ["--sizes=tiny", "--steps=4", "--rounds=1"],
@@ -930,6 +935,8 @@ for command in {commands}:
         ("cycles", "--mesh=4x2", "--mesh=4x2 has 8 devices, but --devices=v5p:16 has 16; try --mesh=16"),
         ("cycles", "--tokens=100", "--tokens=100 on 16 chips is not a whole number of rows of --seq_len=8192; try --tokens=8192"),
         ("cycles", "--save=no/a.hlo", "--save=no/a.hlo: there is no folder no; make it first"),
+        ("roofline", "--program=no.hlo", "--program=no.hlo: there is no such file; write one with --save"),
+        ("roofline", "--save=no/a.hlo", "--save=no/a.hlo: there is no folder no; make it first"),
         ("cycles", "--program=no.hlo", "--program=no.hlo: there is no such file; write one with --save"),
         ("memory", "--kinds=v9", "--kinds has 'v9', which is not one of v4, v5e, v5p, v6e, h100, h200, cpu"),
     ],

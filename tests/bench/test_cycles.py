@@ -198,8 +198,8 @@ ENTRY %main (s: f32[8,128], x: f32[1,128], i: s32[]) -> f32[8,128] {
 def test_a_fusion_that_updates_a_row_in_place_touches_that_row():
     (operation,) = cycles.read_hlo(UPDATE, V5E, {}).operations
     row = 128 * 4
-    # The row of s read by %rows and replaced by %u; x; i; the result's row. y is in the cache.
-    assert operation.bytes == 2 * row + row + 4 + row
+    # The row of s read by %rows; x; i; the row that %u writes in its place. y is in the cache.
+    assert operation.bytes == row + row + 4 + row
 
 
 OVERLAPS = """

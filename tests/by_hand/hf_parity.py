@@ -203,6 +203,22 @@ FAMILIES |= {  # image classifiers
         "bfloat16",
     ),
 }
+ENCODER = {"vocab_size": 67, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 40}
+ROBERTA = ENCODER | {"max_position_embeddings": 42, "pad_token_id": 1, "layer_norm_eps": 1e-5}
+MODERN = ENCODER | {"num_hidden_layers": 4, "local_attention": 8, "norm_eps": 1e-4}
+MODERN |= {
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "cls_token_id": 2,
+    "sep_token_id": 3,
+    "pad_token_id": 0,
+}
+FAMILIES |= {  # encoders of text; sizes that no mesh axis divides
+    "bert": Family("BertConfig", ENCODER),
+    "roberta": Family("RobertaConfig", ROBERTA | {"type_vocab_size": 1}),
+    "xlmr": Family("XLMRobertaConfig", ROBERTA),
+    "modernbert": Family("ModernBertConfig", MODERN, "bfloat16"),
+}
 FAMILIES |= {
     "gpt_oss": Family(  # sinks, windows, YaRN, biases, and scores and gates beyond the limit
         "GptOssConfig",
@@ -492,13 +508,15 @@ def make(family: Family, folder: pathlib.Path) -> None:
         options = {
             k: v for k, v in options.items() if k[:3] not in ("voc", "max") and "key" not in k
         }
+    if "BertConfig" in family.config or "RobertaConfig" in family.config:
+        del options["num_key_value_heads"]
     if "text_config" in options:  # a model that reads text and images
         options = family.options | {"text_config": SIZES | family.options["text_config"]}
     config = getattr(transformers, family.config)(**options)
     model = loader(config).from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            norm = "norm" in name or (".ln_" in name and name.endswith("weight"))
+            norm = "norm" in name.lower() or (".ln_" in name and name.endswith("weight"))
             mean = 1.0 if name.endswith("linear_attn.norm.weight") else family.norms * norm
             weight.copy_(0.15 * torch.randn(weight.shape) + mean)
         for name, buffer in model.named_buffers():
@@ -520,6 +538,8 @@ def loader(config):
 
     if config.model_type == "vit":
         return transformers.AutoModelForImageClassification
+    if "bert" in config.model_type:
+        return transformers.AutoModelForMaskedLM
     if hasattr(config, "vision_config"):
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
@@ -528,7 +548,12 @@ def loader(config):
 def inputs(config) -> np.ndarray:
     """Inputs for our or their config: TOKENS_BT, or images [B, W, W, C]."""
     if not hasattr(config, "image_size"):
-        return TOKENS_BT
+        is_encoder = "bert" in getattr(config, "model_type", "") or not getattr(
+            config, "causal", True
+        )
+        return (
+            np.where(TOKENS_BT == 1, 2, TOKENS_BT) if is_encoder else TOKENS_BT
+        )  # 1: RoBERTa's padding
     channels = getattr(config, "num_channels", 0) or config.channels
     shape = (2, config.image_size, config.image_size, channels)
     return np.random.default_rng(0).normal(0, 1, shape).astype(np.float32)

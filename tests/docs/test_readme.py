@@ -155,13 +155,14 @@ def test_flags_are_listed_with_their_group_and_default(entry, monkeypatch):
     monkeypatch.setattr(start, "start", lambda main, *given, **_: groups.extend(given))
     monkeypatch.delitem(sys.modules, f"recipes.{entry}", raising=False)
     runpy.run_module(f"recipes.{entry}", run_name="__main__")
-    model, of_text = entries.ENTRIES[entry].model, entries.ENTRIES[entry].data == "data.text"
+    model = entries.ENTRIES[entry].model
+    kinds = {"data.text": {"language models", "decoders"}, "data.masked": {"language models"}}
     listed = {}
     for head, *rows in tables(READMES["recipes/docs/flags.md"]):
         for names, default, meaning in rows:
             of = re.search(r"\(([^()]+)\)$", meaning)
-            models = {e.model for e in entries.ENTRIES.values()} | {"language models"}
-            ours = {model, "language models"} if of_text else {model}
+            models = {e.model for e in entries.ENTRIES.values()} | kinds["data.text"]
+            ours = {model} | kinds.get(entries.ENTRIES[entry].data, set())
             if of and models & (named := set(of[1].split(", "))) and not ours & named:
                 continue
             for name in re.findall(r"`--(\w+)`", names):

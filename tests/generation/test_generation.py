@@ -30,7 +30,7 @@ from tests.support import runs, small_tokenizers
 from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from zoo import gpt_oss
-from zoo.layers import Dynamic, LongRope
+from zoo.rope_scaling import Dynamic, LongRope
 from zoo.strategies import DECODER
 from zoo.transformer import Config, Transformer
 

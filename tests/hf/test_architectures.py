@@ -195,6 +195,8 @@ WITHOUT_EFFECT = {
     *("encoder_stride", "pooler_output_size", "pooler_act", "image_token_index", "vision_config"),
     *("boi_token_index", "eoi_token_index", "mm_tokens_per_image", "multimodal_projector_bias"),
     *("projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
+    *("initializer_cutoff_factor", "classifier_pooling", "deterministic_flash_attn"),
+    *("sparse_prediction", "sparse_pred_ignore_index"),
 }
 DERIVED = {"head_dim", "num_experts"}  # from other keys, if absent
 MATTER = {  # architecture → changes of its golden config.json, so that more keys matter
@@ -215,6 +217,7 @@ EXCEPTIONS = {
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings"},  # the stored tensors say it
     "Qwen2MoeForCausalLM": {"intermediate_size"},  # of layers without experts, beside windows
     "Qwen3NextForCausalLM": {"intermediate_size"},  # likewise, and such layers are refused
+    "ModernBertForMaskedLM": {"local_attention"},  # halved, without a remainder
 }
 
 

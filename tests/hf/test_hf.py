@@ -42,10 +42,12 @@ from tests.support.golden_folders import GOLDEN, config_of, keys_of
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from zoo import gpt_oss, moe
-from zoo.config import Compute, Variant
+from zoo.config import Compute
 from zoo.gemma3 import SIZES
-from zoo.layers import Kind, Linear, Llama3, Yarn, rope_angles
+from zoo.layers import Kind, Llama3, rope_angles
+from zoo.rope_scaling import Linear, Yarn
 from zoo.transformer import Config, Transformer
+from zoo.variant import Variant
 
 pytestmark = pytest.mark.promise("hugging-face")
 

@@ -763,13 +763,31 @@ def test_a_line_that_adds_up_in_16_bits_is_named():
     assert right.sums == ()
 
 
-def test_a_model_without_a_dtype_is_a_user_error():
-    class Plain(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones(4))
+@dataclasses.dataclass(frozen=True, slots=True)
+class Format:
+    dtype: str = "float32"
 
-        def loss(self, x):
-            return (x @ self.w[...]).mean()
 
-    with pytest.raises(UserError, match="Plain has no field dtype"):
-        prove_precision(Plain, None, {"batch": "data"}, {"x": np.ones((8, 4), np.float32)})
+class Table(nnx.Module):
+    """States its dtype in a config, or not at all: then that of its parameters counts."""
+
+    def __init__(self, config: Format | None):
+        self.config = config
+        self.rows = nnx.Param(jax.random.normal(jax.random.key(0), (4, 32)))
+
+    def loss(self, tokens):
+        dtype = self.config.dtype if self.config else self.rows.dtype
+        x_BTD = self.rows[...].astype(dtype)[tokens]
+        return jnp.square(x_BTD.astype(jnp.float32)).mean()
+
+
+@pytest.mark.parametrize("config", full_except([None, Format()], [None]))
+def test_a_model_computes_in_the_dtype_of_its_config_or_parameters(config):
+    batch = {"tokens": np.zeros((8, 1024), np.int32)}
+    precision = prove_precision(
+        lambda: Table(config), None, {"batch": "data"}, batch, ["8"], auto=True
+    )
+    (found,) = precision.sums
+    assert (found.what, found.terms) == ("scatter-add", 8 * 1024)
+    assert precision.errors["one device"]["rows"] > 0.5
+    assert len(precision.errors) == 2

@@ -68,6 +68,7 @@ ACTIVATIONS = {
     # 4 forward, 2 for attention again, 2 for the experts, 2 to 6 for attention, 2 for the embeddings.
     "moe": (12, 16),
     "gpt2": (12, 18),
+    "bert": (12, 18),
     # As the Transformer, for four layers. The norm after the MLP needs its output, so that each layer
     # has 2 again.
     "gemma3": (26, 38),

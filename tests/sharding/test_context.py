@@ -35,7 +35,7 @@ from tests.support.quick import QUICK
 from zoo import context, decoder, splash
 from zoo.attention import attend
 from zoo.kernels import Settings
-from zoo.layers import LongRope
+from zoo.rope_scaling import LongRope
 
 pytestmark = pytest.mark.promise("meshes-agree")
 
@@ -89,6 +89,8 @@ RING = {"context": "ring"}
 LORA = {"lora_rank": 4}
 LONG_ROPE = {"rope_scaling": LongRope((1.0, 1.5, 2.0, 3.0), (2.0, 9.0, 5.0, 30.0), 12, 1.2)}
 TWICE = {"accumulate": 2}  # microbatches
+MODERN = {"modern": True, "max_positions": 0, "token_types": 0, "num_layers": 4}
+MODERN |= {"layer_kinds": ((None, 1e4, None), (7, 1e3, None), (7, 1e3, None))}
 ODD = {"vocab_size": 389, "num_heads": 6, "num_kv_heads": 3}  # `model` divides neither
 NO_EXPERTS = {"num_experts": 0, "experts_per_token": 0, "shared_mlp": 0}
 FEW_KEYS = {"num_kv_heads": 2, "delta_key_heads": 2}
@@ -124,6 +126,9 @@ CASES = [
     ("moe", "4x2", "fsdp_tp_sp", {}),
     # In stripes: learned positions; sinks.
     ("gpt2", "data=2,seq=4", "cp", RING),
+    # No causal mask: in stripes, and in windows to both sides.
+    ("bert", "data=4,seq=2", "fsdp_cp", RING),
+    ("bert", "data=1,seq=8", "cp", RING | MODERN),
     ("gpt_oss", "data=2,seq=4", "fsdp_cp", RING | {"layer_kinds": ((None, 1e4, None),)}),
     # A state travels; beside a ring, positions stay in consecutive order.
     ("qwen3_next", "data=1,seq=8", "cp", NO_EXPERTS | {"remat": "dots"}),
@@ -185,9 +190,9 @@ def forget_targets(monkeypatch):
     """The last target of each device's part doesn't count."""
     whole = decoder.cross_entropy
 
-    def fewer(x, table, targets, config):
+    def fewer(x, table, targets, *rest):
         last = jnp.arange(T) % (T // 4) == T // 4 - 1
-        return whole(x, table, jnp.where(last[None], -1, targets), config)
+        return whole(x, table, jnp.where(last[None], -1, targets), *rest)
 
     monkeypatch.setattr(decoder, "cross_entropy", fewer)
 

@@ -21,7 +21,8 @@ from recipes.common.runtime.flags import Run
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.rules import partition_spec, select
-from zoo.layers import Kind, Linear, Yarn
+from zoo.layers import Kind
+from zoo.rope_scaling import Linear, Yarn
 from zoo.strategies import DECODER
 from zoo.transformer import RULES, Config, Transformer
 

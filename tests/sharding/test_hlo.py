@@ -244,7 +244,7 @@ def test_a_collective_names_its_line_and_those_that_called_it():
         text = jax.jit(twice).lower(x).compile(QUICK).as_text()
     (gathered,) = hlo.collectives(text)
     lines = pathlib.Path(__file__).read_text().splitlines()
-    frames = [
-        lines[n - 1] for file, n in hlo.source_frames(text)[gathered.frame] if file == __file__
-    ]
-    assert [line.partition("# ")[2] for line in frames[:2]] == ["innermost", "its caller"]
+    frames = [x for x in hlo.source_frames(text)[gathered.frame] if x.file == __file__][:2]
+    assert [x.function.rpartition(".")[2] for x in frames] == ["gather", "twice"]
+    comments = [lines[x.line - 1].partition("# ")[2] for x in frames]
+    assert comments == ["innermost", "its caller"]

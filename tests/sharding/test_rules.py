@@ -70,7 +70,7 @@ def test_the_default_strategy_is_not_chosen_by_name(rules, mesh, wanted):
     assert default_strategy(rules, make_mesh(mesh)) == wanted
 
 
-DENSE = ("transformer", "gpt2", "gemma3")
+DENSE = ("transformer", "gpt2", "gemma3", "bert")
 EXPERTS = ("moe", "gpt_oss", "deepseek", "qwen3_next")
 ALL_AXES = [axes for n in range(1, len(ORDER) + 1) for axes in itertools.combinations(ORDER, n)]
 
@@ -397,7 +397,7 @@ def test_positions_are_split_and_arrays_without_them_are_not():
 def test_only_entries_with_positions_split_the_second_dim(entry):
     """A second dim of features, such as pixels, is whole on each device whatever the rules."""
     found = proof.ENTRIES[entry].layout("4x2")
-    of_text = ENTRIES[entry].data == "data.text"
+    of_text = ENTRIES[entry].data in proof.OF_TEXT
     for axis in found.names.logical_axes.keys() - {*found.batch_axes}:
         table = dataclasses.replace(found, rules=dict.fromkeys(found.rules) | {axis: "model"})
         assert table.batch_shardings(np.zeros((16, 32))).is_fully_replicated

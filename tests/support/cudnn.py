@@ -53,13 +53,17 @@ def _scores(q_BTNH, k_BSKH, v_BSKH, bias, lengths, key_lengths, offsets, key_off
     scores = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH.astype(jnp.float32), k) * options["scale"]
     age_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     window = options["sliding_window_length"]
+    causal = "CAUSAL" in options["mask_type"].name
+    assert causal or window is None, "the library has no windows to both sides"
+    age_TS = age_TS if causal else abs(age_TS)
     seen = ((age_TS >= 0) & (age_TS < (window or T)))[None, None]
     if options["variadic_args"][0]:
         scores += bias.astype(jnp.float32)
     documents = None
     assert q_BTNH.shape[-1] == v_BSKH.shape[-1]
     assert q_BTNH.shape[-1] % 8 == 0
-    assert options["mask_type"].name == ("CAUSAL" if offsets.ndim == 1 else "PADDING_CAUSAL")
+    names = ("NO_MASK", "CAUSAL") if offsets.ndim == 1 else ("PADDING", "PADDING_CAUSAL")
+    assert options["mask_type"].name == names[causal]
     if offsets.ndim == 2:
         documents = _documents(q_BTNH, lengths, offsets)
         number_BT = documents[0].reshape(B, T)

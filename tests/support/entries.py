@@ -67,8 +67,10 @@ FAMILY_CASES = {
         "data=4,pipe=2": ["pp"],
         "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
     },
+    "bert": DENSE,
     "vit": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
 }
+OF_TEXT = ("data.text", "data.masked")  # modules whose examples are rows of tokens
 FAST = "2x2x2"  # with its default strategy, the other entries' case in the fast tier
 BATCH = 24  # like no dim of a parameter, so that test_collectives.py can tell them apart
 
@@ -110,7 +112,7 @@ class Entry:
 
     def _batches(self, seq_len: int) -> list[Example]:
         known = vars(self.config) | {"seed": 0, "seq_len": seq_len}
-        if entries.ENTRIES[self.name].data == "data.text":
+        if entries.ENTRIES[self.name].data in OF_TEXT:
             known["dataset"] = str(paragraphs())
         feed = iter(train_batches(entries.dataset(self.name, known), BATCH, seed=0))
         return [next(feed) for _ in range(5)]

@@ -14,7 +14,8 @@ from recipes.common.config_flags import changed_setting, comment, configure, rea
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
 from zoo.gpt_oss import Config as GptOss
-from zoo.layers import Kind, Linear, Yarn
+from zoo.layers import Kind
+from zoo.rope_scaling import Linear, Yarn
 from zoo.transformer import Config
 
 pytestmark = pytest.mark.promise("user-errors")

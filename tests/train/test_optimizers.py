@@ -143,6 +143,8 @@ MATRICES = {
     "o",
     "q_down",
     "q_up",
+    "dense",
+    "token_types",
     "kv_down",
     "kv_up",
     "gate",
@@ -155,6 +157,7 @@ MATRICES |= {"w1", "w2", "router", "embed", "unembed", "positions", "patch", "he
 VECTORS = {"scale", "bias", "q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "gate_bias"}
 VECTORS |= {"log_rate", "decay_bias", "mlp_gate"}
 VECTORS |= {"down_bias", "router_bias", "patch_bias", "head_bias", "sinks", "class_token"}
+VECTORS |= {"unembed_bias"}
 
 
 DECAY = [*((e, "adamw") for e in ENTRIES), ("gpt_oss", "lion"), ("gpt_oss", "sgd"), ("vit", "sgd")]

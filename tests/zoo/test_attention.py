@@ -46,8 +46,10 @@ from tests.support.quick import quick as quick
 from tests.support.runs import records
 from zoo import splash
 from zoo.attention import attend
-from zoo.kernels import FLASH_FROM, TILE, Choice, Settings, block_of, may_see
+from zoo.flash import TILE
+from zoo.kernels import FLASH_FROM, Choice, Settings, block_of
 from zoo.sizes import TRANSFORMER as SIZES
+from zoo.splash import may_see
 from zoo.strategies import DECODER
 from zoo.transformer import RULES, Config, Transformer
 from zoo.vocabulary import positions_at_once
@@ -58,11 +60,12 @@ TINY = Config.tiny()
 FEW = {"num_heads": 4, "num_kv_heads": 2}
 
 
-def plain(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, soft_cap=None, sinks_N=None):
+def plain(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, soft_cap=None, sinks_N=None, causal=True):
     """Attention by its definition, over the whole square."""
     (_, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     k_BSNH, v_BSNH = (jnp.repeat(x, N // K, axis=2) for x in (k_BSKH, v_BSKH))
     age_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    age_TS = age_TS if causal else abs(age_TS)
     seen_BTS = ((age_TS >= 0) & (age_TS < (window or T)))[None]
     if segment_ids_BT is not None:
         seen_BTS &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None]
@@ -104,6 +107,14 @@ def documents(B: int, T: int) -> np.ndarray:
             *itertools.product(["flash"], [200], [2], [True], [40], ["cap", "sinks", "cap, sinks"]),
             ("flash", 1300, 1, True, 90, "cap, sinks"),
             ("splash", 1024, 4, False, 600, "cap, sinks"),
+            ("splash", 1536, 2, True, None, "both sides"),
+            ("splash", 1536, 4, False, 300, "both sides"),
+            ("splash", 2048, 1, True, 40, "both sides"),  # windows leave out two of four blocks
+            ("flash", 1300, 2, True, None, "both sides"),
+            ("flash", 2200, 1, False, 90, "both sides"),  # tiles on one side and on the other
+            ("flash", 200, 4, True, 40, "both sides, sinks"),
+            ("xla", 300, 2, True, None, "both sides"),
+            ("xla", 500, 1, True, 40, "both sides"),
             ("xla", 200, 2, True, None, "cap, sinks"),  # blockwise has neither: flash computes it
         ],
         fast=[
@@ -111,6 +122,8 @@ def documents(B: int, T: int) -> np.ndarray:
             ("splash", 1024, 1, True, 600, ""),
             ("flash", 1300, 1, True, 90, "cap, sinks"),
             ("flash", 1200, 2, True, None, ""),
+            ("xla", 500, 1, True, 40, "both sides"),
+            ("flash", 200, 4, True, 40, "both sides, sinks"),
         ],
     ),
 )
@@ -119,7 +132,10 @@ def test_a_kernel_matches_the_definition(kernel, T, K, segments, window, extras)
 
 
 def compare_with_definition(kernel, T, K, segments, window, extras):
-    """Outputs and gradients, of sinks too. "cap" bends most scores: they are up to 4 or so."""
+    """Outputs and gradients, of sinks too. "cap" bends most scores: they are up to 4 or so. "both
+    sides": no mask is causal.
+    """
+    causal = "both sides" not in extras
     shapes = [(2, T, 4, 16), *2 * [(2, T, K, 16)], (2, T, 4, 16), (4,)]
     rng = np.random.default_rng(0)
     *qkv, weight, sinks = (jnp.asarray(rng.standard_normal(x, np.float32)) for x in shapes)
@@ -128,10 +144,11 @@ def compare_with_definition(kernel, T, K, segments, window, extras):
     given = (*qkv, sinks) if "sinks" in extras else qkv
 
     def ours(q, k, v, sinks=None):
-        return attend(q, k, v, ids, window=window, kernel=kernel, soft_cap=soft_cap, sinks_N=sinks)
+        more = {"soft_cap": soft_cap, "sinks_N": sinks, "causal": causal}
+        return attend(q, k, v, ids, window=window, kernel=kernel, **more)
 
     def theirs(q, k, v, sinks=None):
-        return plain(q, k, v, ids, window, soft_cap, sinks)
+        return plain(q, k, v, ids, window, soft_cap, sinks, causal)
 
     @jax.jit
     def outputs_and_gradients(*given):
@@ -289,8 +306,8 @@ def count_blocks(ids_BT: np.ndarray, size: int, window: int | None) -> int:
     return int(seen_TS.reshape(T // size, size, T // size, size).any((1, 3)).sum())
 
 
-def without_segments(window, ids_BT, ids_BS, offset, size):
-    return may_see(window, 0 * ids_BT, 0 * ids_BS, offset, size)
+def without_segments(window, ids_BT, ids_BS, *rest):
+    return may_see(window, 0 * ids_BT, 0 * ids_BS, *rest)
 
 
 def grids(T: int, ids_BT, window=None, offset: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -446,6 +463,9 @@ def by_xla(config: Config, T: int) -> tuple[float, dict]:
         (3, 4, True, 20, "sinks"),
         (None, 2, True, 20, ""),  # a mask, before Hopper
         (None, 2, True, None, "sinks"),
+        (8, 2, False, None, "both sides"),
+        (2, 2, True, None, "both sides"),
+        (None, 1, True, None, "both sides, sinks"),
     ],
 )
 def test_what_cudnn_is_asked_for_is_attention(per_pass, K, segments, window, extras, monkeypatch):

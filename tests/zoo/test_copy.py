@@ -132,6 +132,9 @@ def use(name: str, entry) -> None:
         "mtp": {"mtp_depth": 1},
         "splash": {"attention": "splash"},
         "cudnn": {"attention": "cudnn"},
+        "flash": {"attention": "flash"},
+        "periods": {"layer_kinds": ((None, 1e4), (None, None))},
+        "rope_scaling": {"rope_scaling": ("linear", 2.0)},
     }
     config = dataclasses.replace(entry.Config.tiny(), **changes.get(name, {}))
     model = getattr(entry, MODELS[entry.__name__.rpartition(".")[2]])
@@ -145,6 +148,8 @@ def use(name: str, entry) -> None:
         built = model(config, rngs=nnx.Rngs(0))
         if name == "cache":
             return built.prefill(tokens_BT, jnp.full(8, 128), slots=256)
+        if name == "log_probs":
+            return built.log_probs(tokens_BT, tokens_BT)
         return built.loss(tokens_BT, tokens_BT)
 
     with jax.set_mesh(make_mesh(axes)), nnx.logical_axis_rules(tuple(entry.RULES[rules].items())):
@@ -156,7 +161,8 @@ def bare(inside, tmp_path, monkeypatch):
     """The folder of copies of MODELS without any optional file."""
     for entry in MODELS:
         target = tmp_path / f"bare_{entry}"
-        without = f"--without={','.join(optional(entry))}"
+        needed = {"periods"} if entry == "qwen3_next" else set()
+        without = f"--without={','.join({*optional(entry)} - needed)}"
         done = inside("recipes.copy", f"--entry={entry}", f"--target={target}", without)
         assert (done.code, done.err) == (0, "")
         assert "  left out  cache.py: generation\n" in done.out
@@ -172,8 +178,9 @@ def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
     package = f"bare_{copied}"
     entry = importlib.import_module(f"{package}.{copied}")
     use("", entry)  # all else works
-    if name == "delta_context":
-        shutil.copy(ZOO / "context.py", bare / package)  # for the layers that attend
+    needs = {"context": ["flash"], "delta_context": ["context", "flash"], "splash": ["flash"]}
+    for other in needs.get(name, []):  # on the way to it
+        shutil.copy(ZOO / f"{other}.py", bare / package)
     with pytest.raises(ImportError) as error:
         use(name, entry)
     needed = f"for {copy.OPTIONAL[name]}, copy zoo/{name}.py over this file"
@@ -203,7 +210,7 @@ def test_some_files_are_left_out(inside, tmp_path):
 
 MISTAKES = [
     ([], "--target= is no local folder; use --target=FOLDER"),
-    (["--entry=bert", "--target=mine"], "--entry=bert is not in the zoo; it has dot_relu_dot, mlp, transformer, moe"),
+    (["--entry=bart", "--target=mine"], "--entry=bart is not in the zoo; it has dot_relu_dot, mlp, transformer, moe"),
     (["--entry=mlp", "--target=mine", "--without=cache"], "--without=cache: mlp has no optional 'cache'; it needs all its files"),
     (["--target=mine", "--without=cache,layers"], "--without=cache,layers: transformer has no optional 'layers'; use cache, context, "),
     (["--target=full"], "--target=full: {here}/full/layers.py already exists; use a new name"),

@@ -19,8 +19,8 @@ from zoo import deepseek, low_precision
 from zoo.attention import make_positions
 from zoo.decoder import Decoder
 from zoo.deepseek import RULES, Config, DeepSeek
-from zoo.experts import in_best_groups
-from zoo.layers import Yarn
+from zoo.experts import Routing, in_best_groups
+from zoo.rope_scaling import Yarn
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = Config.tiny()
@@ -171,9 +171,10 @@ def test_gradients_of_latents_and_of_the_rotary_key_are_summed_over_the_heads(mo
 
 @pytest.mark.parametrize("sigmoid", full_except([True, False], [True]))
 def test_experts_are_chosen_from_the_best_groups(sigmoid):
-    config = dataclasses.replace(TINY, num_experts=12, groups=4, top_groups=2, sigmoid=sigmoid)
     scores_BTE = np.random.default_rng(0).normal(size=(B, T, 12)).astype(np.float32)
-    keep = jax.jit(functools.partial(in_best_groups, config), compiler_options=QUICK)
+    routing = Routing(groups=4, top_groups=2, sigmoid=sigmoid)
+    keep = functools.partial(in_best_groups, routing=routing)
+    keep = jax.jit(keep, compiler_options=QUICK)
     found_BTE = np.asarray(keep(scores_BTE))
     for at in np.ndindex(B, T):
         groups = scores_BTE[at].reshape(4, 3)

@@ -19,6 +19,7 @@ from tests.conftest import full_except
 from tests.support.quick import QUICK
 from zoo import moe, quantization, transformer
 from zoo.attention import make_positions
+from zoo.expert_strategies import EXPERT_DECODER
 from zoo.experts import GatedExperts
 from zoo.layers import multiply, project
 from zoo.lora import Adapter
@@ -26,7 +27,7 @@ from zoo.low_precision import store
 from zoo.quantization import Product, has_float8, multiply_rounded
 from zoo.sharding import param
 from zoo.stack import layer_in_use
-from zoo.strategies import DECODER, EXPERT_DECODER
+from zoo.strategies import DECODER
 
 pytestmark = pytest.mark.promise("low-precision")
 

@@ -13,7 +13,8 @@ from recipes.common import entries
 from recipes.common.config_flags import COMPUTE
 from recipes.common.sharding.abstract import abstract_model
 from tests.conftest import full_except
-from zoo.layers import Kind, Linear, Yarn
+from zoo.layers import Kind
+from zoo.rope_scaling import Linear, Yarn
 
 pytestmark = pytest.mark.promise("definitions")
 
@@ -32,7 +33,7 @@ OPTIONS = {
     "router_z_weight": 0.7, "sigmoid": None, "shared_mlp": 24, "shared_gate": True, "route_scale": 3.0,
     "groups": 2, "top_groups": 1, "dense_layers": 1, "mtp_depth": 1, "mtp_weight": 0.7,
     "swiglu_alpha": 1.0, "swiglu_limit": 1.0, "mscale": 0.7, "lora_rank": 2, "lora_alpha": 3.0,
-    "lora_targets": ("q",), "attention_every": 3, "conv_width": 4,
+    "lora_targets": ("q",), "attention_every": 3, "conv_width": 4, "token_types": 0, "modern": True,
 }  # fmt: skip
 NEEDS = {
     "joint_qk_norm": {"qk_norm": True},

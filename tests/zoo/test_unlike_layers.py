@@ -29,7 +29,8 @@ from tests.support.quick import QUICK
 from zoo import moe, transformer
 from zoo.attention import make_positions
 from zoo.kernels import Choice
-from zoo.layers import Kind, Linear, Llama3, Yarn, rope_angles
+from zoo.layers import Kind, Llama3, rope_angles
+from zoo.rope_scaling import Linear, Yarn
 from zoo.stack import scan_layers
 
 pytestmark = [pytest.mark.promise("unlike-layers"), pytest.mark.usefixtures("strict")]

@@ -1,4 +1,4 @@
-"""config.Variant: generation and gradients with all switches of Llama's relatives on."""
+"""variant.Variant: generation and gradients with all switches of Llama's relatives on."""
 
 import dataclasses
 import math
@@ -13,9 +13,10 @@ from tests.conftest import full_except
 from tests.sharding.test_context import loss_and_gradients
 from tests.support.quick import QUICK
 from zoo.attention import make_positions
-from zoo.layers import Dynamic, Kind, LongRope, Yarn, rope_angles
+from zoo.layers import Kind, rope_angles
 from zoo.moe import Config as MoEConfig
 from zoo.moe import MoE
+from zoo.rope_scaling import Dynamic, LongRope, Yarn
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("definitions")

@@ -11,6 +11,7 @@ from recipes.common.checkpoint.model import (
     leaves_out_head,
     restore,
     restore_variables,
+    variables_of_dtype,
 )
 from recipes.common.checkpoint.resolve_tokenizer import check_vocabulary, tokenizer_for
 from recipes.common.checkpoint.run_folder import RunFolder, flags_of, open_run

@@ -89,13 +89,18 @@ def restore_variables(source: Source, layout: Layout, dtype: str | None = None) 
     Raises UserError if the checkpoint belongs to a different model.
     """
     check_variables(source, layout)
+    return source.read(variables_of_dtype(layout, dtype))
+
+
+def variables_of_dtype(layout: Layout, dtype: str | None = None) -> Tree:
+    """A model's variables as ShapeDtypeStructs; see restore_variables."""
     wanted, in_use = layout.variables(), layout.names.in_use.keys()
-    if dtype:
-        wanted = jax.tree.map(
-            lambda axes, a: a.update(dtype=jnp.dtype(dtype)) if in_use & set(axes) else a,
-            layout.model.axes, wanted, is_leaf=lambda x: isinstance(x, tuple),
-        )  # fmt: skip
-    return source.read(wanted)
+    if not dtype:
+        return wanted
+    return jax.tree.map(
+        lambda axes, a: a.update(dtype=jnp.dtype(dtype)) if in_use & set(axes) else a,
+        layout.model.axes, wanted, is_leaf=lambda x: isinstance(x, tuple),
+    )  # fmt: skip
 
 
 def check_variables(source: Source, layout: Layout) -> None:

@@ -132,8 +132,9 @@ class Saver:
         """
         self._join()
         items = ocp.args.Composite(
-            # An adapter's frozen base is not saved; metadata says where it is.
-            state=ocp.args.PyTreeSave({k: tree for k, tree in state.items() if k != "base"}),
+            # Frozen models are not saved: an adapter's base, of which metadata says where it is, and
+            # a second model, which comes from a flag.
+            state=ocp.args.PyTreeSave({k: state[k] for k in state.keys() - {"base", "frozen"}}),
             data=ocp.args.JsonSave({"next_batch": step, **self._data}),
             metadata=ocp.args.JsonSave({"step": step, **self._metadata}),
         )

@@ -15,6 +15,7 @@ from flax import nnx
 from data import buckets, hub, tokenizer
 from recipes.common import entries
 from recipes.common.hf import (
+    bert,
     deepseek,
     float8,
     gemma,
@@ -39,6 +40,7 @@ UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
 FAMILIES = (
     *(*llama.FAMILIES, *moe.FAMILIES, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION),
     *(gpt_oss.FAMILY, deepseek.FAMILY, *qwen3_next.FAMILIES, vit.FAMILY),
+    *bert.FAMILIES,
 )
 UNPACK = {"mxfp4": mxfp4.unpack, "fp8": float8.unpack}  # format → what reads it
 EXPORTABLE = {*(family.entry for family in FAMILIES)}  # those that can be exported
@@ -165,7 +167,8 @@ def write(
     theirs = family.config_json(config, context)
     if family is not vit.FAMILY:
         # Absent ids mean 1 and 2 to transformers, or more, but every vocabulary has its own.
-        theirs |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        theirs |= {name: None for name in ids if name not in theirs}
         theirs |= tokens.config_ids() if tokens else {}
     expanded = tensors.expand(family.tensors(config), stored_paths(shapes_of(entry, config)))
     with new_folder(folder, tokens, card) as beside:

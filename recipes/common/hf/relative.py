@@ -10,7 +10,7 @@ from recipes.common.hf.layer_kinds import ALIKE, Layers, kinds_of, layer_fields,
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.config import Compute
-from zoo.layers import Dynamic, LongRope
+from zoo.rope_scaling import Dynamic, LongRope
 from zoo.transformer import Config
 
 # The format is explained in tensors.py, the letters in zoo/transformer.py. Their weights are [out,

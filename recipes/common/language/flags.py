@@ -34,8 +34,12 @@ class Text:
     )  # fmt: skip
     seq_len: int = flag(128, "Tokens of context.", "data", at_least=1)
 
-    def load(self, tokenizer: Tokenizer) -> Dataset:
-        """Loads the text as examples. Raises DataError if it can't be found or read."""
+    def load(self, tokenizer: Tokenizer, seed: int) -> Dataset:
+        """Loads the text as examples. Raises DataError if it can't be found or read.
+
+        Args:
+          seed: of the run, for examples that are drawn at random.
+        """
         return texts.load(
             self.dataset, self.text_column, self.seq_len, tokenizer, self.pack, self.eval_dataset
         )

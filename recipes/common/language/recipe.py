@@ -1,6 +1,7 @@
 """The recipe of every language model. Read `main` from top to bottom: it is the whole run."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from data.tokenizer import Tokenizer
@@ -22,19 +23,31 @@ from recipes.common.train.step import TrainStep
 from zoo.pipeline import microbatches
 
 
-def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sample: Sample) -> None:
+def main(
+    entry: str,
+    run: Run,
+    text: Text,
+    flags: Any,
+    training: Training,
+    sample: Sample | None = None,
+    extra: Callable[..., Tree] | None = None,
+) -> None:
     """Trains a language model, evaluates it and prints a sample of its writing.
 
     Args:
       entry: the model's name in entries.py.
       flags: of the model, from model_flags.
+      sample: None for a model that writes no text.
+      extra: more sums of an evaluation, as in `fit`.
     """
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
     mesh = make_mesh(run.mesh)
-    folder = open_run(entry, run, text, flags, training, sample)  # what to resume or start from
+    samples = (sample,) if sample else ()
+    folder = open_run(entry, run, text, flags, training, *samples)  # what to resume or start from
     tokenizer = checkpoint.tokenizer_for(text.tokenizer, folder.start)
     config = model_config(entry, flags, folder.start, tokenizer, mesh.devices.flat[0])
-    sample.begin(tokenizer)  # raises if the tokenizer has no chat template
+    if sample:
+        sample.begin(tokenizer)  # raises if the tokenizer has no chat template
     model = entries.model(entry)  # a class, such as zoo.transformer.Transformer
     layout = make_layout(  # a NamedSharding for every array: logical axes → rules → mesh axes
         model, config, mesh, run.rules,
@@ -52,7 +65,7 @@ def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sampl
         )
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
-    corpus = text.load(tokenizer)
+    corpus = text.load(tokenizer, run.seed)
     print0(*corpus.notes, *kernel.report(layout, text.seq_len, "segment_ids" in corpus.filler))
     print0(
         *kernel.experts(layout),
@@ -75,15 +88,18 @@ def main(entry: str, run: Run, text: Text, flags: Any, training: Training, sampl
 
     # ---- State and training: compiled once for the layout, each shard made on its own device -----
     sequence = flops.decoder(layout.shape, text.seq_len)["causal"]
-    state, log, metrics = fit(run, folder, step, corpus, tokenizer, example_flops=sequence)
+    extra = extra if layout.stages == 1 else None  # it calls the model, which stages can't
+    state, log, metrics = fit(
+        run, folder, step, corpus, tokenizer, extra=extra, example_flops=sequence
+    )
 
     # ---- What it has learned ---------------------------------------------------------------------
     print0(f"Held-out {in_words(metrics, corpus.held_out_bytes)}.")
     if "dropped" in metrics:
         print0(use_of_experts(metrics))
-    if sample.sample_bytes and layout.stages > 1:
+    if sample and sample.sample_bytes and layout.stages > 1:
         print0(f"No sample: {layout.stages} stages of layers can't generate; see recipes.generate.")
-    elif sample.sample_bytes:
+    elif sample and sample.sample_bytes:
         written = sample.write(model, layout, state, tokenizer, context=text.seq_len, seed=run.seed)
         print0(*written.lines)
         if folder.in_use and folder.last_good():
@@ -189,7 +205,7 @@ def use_of_experts(metrics: Tree) -> str:
     )
 
 
-Groups = tuple[Run, Text, Any, Training, Sample]  # a recipe's flags
+Groups = tuple[Any, ...]  # a recipe's flags: Run, Text, of the model, Training, Sample
 
 
 def fine_tuning(entry: str, new: Groups, run: Run, _, flags: Any, *__) -> Groups:
@@ -202,7 +218,7 @@ def fine_tuning(entry: str, new: Groups, run: Run, _, flags: Any, *__) -> Groups
     before = flags_of(entry, run.workdir)
     if not run.steps or not (run.restore_from or before.get("restore_from")):
         return new
-    new_run, text, model, training, sample = new
+    new_run, text, model, training, *sample = new
     # A new model's learning rate would undo what the parameters have learned.
     lr = 5e-4 if flags.lora_rank else 5e-5
     # A warmup of one step would be a step with a learning rate of 0.
@@ -210,4 +226,4 @@ def fine_tuning(entry: str, new: Groups, run: Run, _, flags: Any, *__) -> Groups
     # A resumed run keeps the values that it began with, whatever --steps is now.
     lower_run = dataclasses.replace(new_run, learning_rate=before.get("learning_rate", lr))
     lower_training = dataclasses.replace(training, warmup_steps=before.get("warmup_steps", warmup))
-    return lower_run, text, model, lower_training, sample
+    return lower_run, text, model, lower_training, *sample

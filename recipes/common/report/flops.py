@@ -108,6 +108,7 @@ def decoder(shape: Shape, seq_len: int, batch_size: int = 1) -> dict[str, float]
         if attention := layer.attention:
             square = count * 6 * seq_len * attention.heads * attention.kv_dim * tokens
             seen = min(attention.window or seq_len, seq_len) / seq_len  # by the last position
-            causal += square * (seen - seen**2 / 2 if attention.causal else 1.0)
+            both_sides = min(2 * seen, 1.0) if attention.window else 1.0
+            causal += square * (seen - seen**2 / 2 if attention.causal else both_sides)
             full += square
     return {"causal": causal, "full": full}

@@ -176,22 +176,33 @@ def _collective(kind: str, started: bool, result: str, line: str) -> Collective:
     )
 
 
-def source_frames(hlo: str | None) -> dict[str, list[tuple[str, int]]]:
-    """`Collective.frame` → (file, line) of the calls that led to it, the innermost first."""
+class Frame(NamedTuple):
+    """A call in Python."""
+
+    file: str
+    line: int
+    function: str  # its qualified name
+
+
+def source_frames(hlo: str | None) -> dict[str, list[Frame]]:
+    """`Collective.frame` → the calls that led to it, the innermost first."""
     assert hlo is not None, "this backend has no HLO text"
     head = hlo.partition("StackFrames\n")
-    files = dict(re.findall(r'^(\d+) "(.*)"$', head[0].partition("FunctionNames")[0], re.MULTILINE))
+    names, _, rest = head[0].partition("FunctionNames")
+    files, functions = (
+        dict(re.findall(r'^(\d+) "(.*)"$', table, re.MULTILINE)) for table in (names, rest)
+    )
     locations = {
-        number: (files[file], int(line))
-        for number, file, line in re.findall(
-            r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", head[0], re.MULTILINE
+        number: Frame(files[file], int(line), functions[function])
+        for number, file, function, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)", rest, re.MULTILINE
         )
     }
     table = head[2].partition("\n\n")[0]
     calls = re.findall(
         r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", table, re.MULTILINE
     )
-    frames: dict[str, list[tuple[str, int]]] = {}
+    frames: dict[str, list[Frame]] = {}
     for number, location, parent in calls:  # `parent` is the number of the caller, plus one
         outer = frames.get(str(int(parent or 1) - 1), [])
         frames[number] = [locations[location], *outer]

@@ -72,6 +72,7 @@ def attention_kernel(
         exchange=choose_exchange(config.context, attention.heads),
         soft_cap=attention.soft_cap,
         sinks=attention.sinks,
+        two_sided=attention.window is not None and not attention.causal,
     )
     return choose_kernel(config.attention, request)
 

@@ -17,8 +17,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES, ORDER
 from recipes.common.sharding.abstract import AbstractModel, Tree, paths
+from zoo.expert_strategies import STRATEGIES
 from zoo.sharding import AxisNames, Rules, optimizer_axes, optimizer_axis
-from zoo.strategies import STRATEGIES
+
+Weights = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # path → (shape, logical axes)
 
 
 def target_axes(target: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -130,21 +132,54 @@ def fit(
     Raises UserError if the rules do not fit the model or the mesh.
     """
     names = model.names
-    known, sizes = names.logical_axes, dict(mesh.shape)
-    of_optimizer = {optimizer_axis(axis) for axis, on in known.items() if on != "activations"}
-    for axis in rules.keys() - known.keys() - of_optimizer:
+    sizes = dict(mesh.shape)
+    weights = _every_weight(model)
+    _check_names(name, rules, names, weights)
+    _check_mesh_axes(name, rules, sizes, _divides(rules, weights, names.uneven))
+    for axis, other in names.within.items():
+        for mesh_axis in target_axes(rules[axis]):
+            if mesh_axis not in target_axes(rules[other]):
+                raise UserError(
+                    f"rules {name!r} split {axis!r} over mesh axis {mesh_axis!r}, but not "
+                    f"{other!r}; split both over it, or neither"
+                )
+    uneven = _check_weights(name, rules, names, weights, sizes)
+    _check_activations(name, rules, names)
+    state_follows = {*uneven} & _of_optimizer(names)
+    rules = {axis: target for axis, target in rules.items() if axis not in state_follows}
+    in_stages = any(
+        count_shards(rules, axis, sizes) > 1 for axis in names.stacks
+    )  # these pad nothing
+    dropped = {axis: None for axis in uneven if in_stages or names.uneven.get(axis) == "replicated"}
+    # A mesh axis of size 1 would make a pipeline of one stage, or a ring of one device.
+    for axis in (*names.stacks, *names.positions, *names.substitutes):
+        if count_shards(rules, axis, sizes) == 1:
+            dropped[axis] = None
+    return rules | dropped, uneven
+
+
+def _of_optimizer(names: AxisNames) -> set[str]:
+    """The names that weights' axes have in the optimizer's state."""
+    return {optimizer_axis(axis) for axis, on in names.logical_axes.items() if on != "activations"}
+
+
+def _check_names(name: str, rules: Rules, names: AxisNames, weights: Weights) -> None:
+    """Raises UserError if rules and model name different logical axes."""
+    known = names.logical_axes
+    for axis in rules.keys() - known.keys() - _of_optimizer(names):
         near = difflib.get_close_matches(axis, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
         raise UserError(f"rules {name!r} name logical axis {axis!r}, unknown to the model; {hint}")
-    weights = _every_weight(model)
     for path, (_, axes) in weights.items():
         for axis in set(axes) - known.keys():
             raise UserError(
                 f"rules {name!r} are missing logical axis {axis!r} of {path}; add it to "
                 "the model's logical_axes"
             )
-    may_be_uneven = names.uneven
-    fits = _divides(rules, weights, may_be_uneven)
+
+
+def _check_mesh_axes(name: str, rules: Rules, sizes: dict[str, int], fits) -> None:
+    """Raises UserError if rules name mesh axes that the mesh lacks; fits: see `_divides`."""
     for axis, target in rules.items():
         for mesh_axis in target_axes(target):
             if mesh_axis not in sizes:
@@ -154,13 +189,16 @@ def fit(
                     f"--mesh={describe(sizes)} has {present}; "
                     f"try --mesh={_with_axes(sizes, used_axes(rules), fits)}"
                 )
-    for axis, other in names.within.items():
-        for mesh_axis in target_axes(rules[axis]):
-            if mesh_axis not in target_axes(rules[other]):
-                raise UserError(
-                    f"rules {name!r} split {axis!r} over mesh axis {mesh_axis!r}, but not "
-                    f"{other!r}; split both over it, or neither"
-                )
+
+
+def _check_weights(
+    name: str, rules: Rules, names: AxisNames, weights: Weights, sizes: dict[str, int]
+) -> Rules:
+    """Raises UserError if rules split a weight twice over a mesh axis, or into uneven parts.
+
+    Returns: the rules of dims that are not divisible and need not be.
+    """
+    of_optimizer = _of_optimizer(names)
     uneven = {}
     for path, (shape, axes) in weights.items():
         _check_once(name, rules, path, axes)
@@ -172,7 +210,7 @@ def fit(
                 uneven[axis] = rules[axis]
         for dim, axis in zip(shape, axes, strict=True):
             count = count_shards(rules, axis, sizes)
-            if dim % count and axis in may_be_uneven:
+            if dim % count and axis in names.uneven:
                 uneven[axis] = rules[axis]
             elif dim % count:
                 over = " and ".join(repr(name) for name in target_axes(rules[axis]))
@@ -180,12 +218,19 @@ def fit(
                     f"rules {name!r} split dim {axis!r} of {path} {list(shape)} over {count} "
                     f"devices (mesh axis {over} of --mesh={describe(sizes)}), and {dim} is not "
                     f"divisible by {count}; "
-                    f"{_meshes_that_fit(rules, weights, sizes, may_be_uneven)}"
+                    f"{_meshes_that_fit(rules, weights, sizes, names.uneven)}"
                 )
-    # An activation has every axis that only activations have (or its substitute) and one axis that
-    # weights have too.
+    return uneven
+
+
+def _check_activations(name: str, rules: Rules, names: AxisNames) -> None:
+    """Raises UserError if rules split an activation twice over a mesh axis.
+
+    An activation has every axis that only activations have (or its substitute) and one axis that
+    weights have too.
+    """
+    known, substitutes = names.logical_axes, names.substitutes
     inner = dict.fromkeys(names.in_use.values())
-    substitutes = names.substitutes
     outer = [
         axis
         for axis, on in known.items()
@@ -206,18 +251,6 @@ def fit(
                     f"rules {name!r} split {axis!r} and {split[0]!r}, and the stages of a pipeline "
                     "need whole rows; replicate one of the two (None, or null in JSON)"
                 )
-    rules = {axis: target for axis, target in rules.items() if axis not in of_optimizer & {*uneven}}
-    in_stages = any(
-        count_shards(rules, axis, sizes) > 1 for axis in names.stacks
-    )  # these pad nothing
-    dropped = {
-        axis: None for axis in uneven if in_stages or may_be_uneven.get(axis) == "replicated"
-    }
-    # A mesh axis of size 1 would make a pipeline of one stage, or a ring of one device.
-    for axis in (*names.stacks, *names.positions, *substitutes):
-        if count_shards(rules, axis, sizes) == 1:
-            dropped[axis] = None
-    return rules | dropped, uneven
 
 
 def check_used(
@@ -299,7 +332,7 @@ def check_positions(
             )
 
 
-def _every_weight(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+def _every_weight(model: AbstractModel) -> Weights:
     """Path → (shape, logical axes) of all variables."""
     shapes, axes = {}, {}
     for kind in model.shapes:

@@ -186,10 +186,11 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
     stacks = _stacks(weights, _stated(config, "period") or ())
     names = [*_order(stacks, _stated(config, "period") or ())]
     embed = _embed(weights, model.names)
+    causal = vocab_size > 0 and _stated(config, "causal") is not False
     kind_by_layer = [(name, windows[n % len(windows)]) for n, name in enumerate(names)]
     layers = []
     for name, window in dict.fromkeys(kind_by_layer):
-        layer = _layer(stacks[name][1], embed, model, config, window, causal=vocab_size > 0)
+        layer = _layer(stacks[name][1], embed, model, config, window, causal)
         layers.append(dataclasses.replace(layer, count=kind_by_layer.count((name, window))))
     return Shape(
         embed=embed,

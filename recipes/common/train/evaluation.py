@@ -35,7 +35,8 @@ class Evaluation:
         Args:
           state: a training state or the model's variables, with the same dtypes in every call.
         """
-        variables, totals = {kind: state[kind] for kind in self.layout.model.shapes}, None
+        kinds = self.layout.model.shapes.keys() | state.keys() & {"frozen"}
+        variables, totals = {kind: state[kind] for kind in kinds}, None
         for rows in held_out_batches(self.data, self.layout.batch_size, self.layout.process_rows):
             batch = to_devices(rows, self.layout)
             if "program" not in self._compiled:
@@ -50,7 +51,8 @@ class Evaluation:
 
         def sums(variables: Tree, batch: Tree) -> Tree:
             model = layout.model.merge(variables)
-            _, _, aux = model.loss(**batch)
+            frozen = {kind: variables[kind] for kind in variables.keys() & {"frozen"}}
+            _, _, aux = layout.model.loss(model, **batch, **frozen)
             return aux | (self.extra(model, batch) if self.extra else {})
 
         return layout.compile(sums, variables, batch, out_shardings=layout.replicated)
@@ -77,10 +79,14 @@ def in_words(totals: Tree, size: int | None) -> str:
 
     Args:
       totals: an Evaluation's.
-      size: bytes of the targets' text.
+      size: bytes of the targets' text; None: the targets are masked tokens.
     """
-    assert size, "text has bytes"
     nats, targets = map(float, totals["loss"])
+    if size is None:
+        right = (
+            f", {float(totals['accuracy'][0]) / targets:.2%} right" if "accuracy" in totals else ""
+        )
+        return f"loss {nats / targets:.4f} nats/token{right}, over {targets:,.0f} masked tokens"
     loss, bits = nats / targets, f"{nats / math.log(2) / size:.4f} bits/byte"
     if targets == size:  # a token is a byte
         return f"loss {loss:.4f} nats/byte, {bits}, over {targets:,.0f} bytes"

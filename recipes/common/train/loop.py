@@ -36,6 +36,13 @@ from recipes.common.train.resume import first_state, messages
 from recipes.common.train.step import TrainStep
 
 
+class Frozen(Protocol):
+    """A second model, which nothing trains."""
+
+    def abstract(self) -> Tree: ...  # its variables as ShapeDtypeStructs with shardings
+    def read(self) -> Tree: ...
+
+
 def fit(
     run: Run,
     folder: RunFolder,
@@ -45,6 +52,7 @@ def fit(
     *,
     extra: Extra | None = None,
     example_flops: float | None = None,
+    frozen: Frozen | None = None,
 ) -> tuple[Tree, Log, Tree]:
     """Trains until step run.steps, saves, and evaluates the last state.
 
@@ -52,6 +60,7 @@ def fit(
       tokenizer: saved with the model.
       extra: sums that evaluation adds to the loss's own metrics.
       example_flops: FLOPs of training on one example; None: as if each weight were multiplied once.
+      frozen: a second model for the loss, "frozen" in the state.
 
     Returns (state, log, its Evaluation's totals). Raises UserError before anything is written, and
     Stopped as `take_steps` does.
@@ -64,12 +73,15 @@ def fit(
     print0(report.headline(layout), report.table(layout, abstract))
     if run.steps > folder.step:
         print0("Compiling the train step.")  # a minute or more for a large model
-        compiled = step.lower(abstract, data.filler).compile()
+        both = abstract | ({"frozen": frozen.abstract()} if frozen else {})
+        compiled = step.lower(both, data.filler).compile()
         print0(report.step(compiled))
 
     # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------
     lines = messages(folder, run, step)
     state = first_state(folder, step, run.seed, abstract)
+    if frozen:
+        state |= {"frozen": frozen.read()}
     print0(*lines)
 
     # ---- The loop, and an evaluation at its end ---------------------------------------------------
@@ -114,6 +126,11 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
     """
     agreement.check_data(facts)
     before = folder.newest.metadata["data"] if folder.newest else facts
+    if before.get("reference") != facts.get("reference"):
+        raise UserError(
+            f"--restore_from={folder.flags['restore_from']} has changed since the run began, and is its "
+            f"reference; use a different --workdir (this one is {folder.path})"
+        )
     if before.get("template") != facts.get("template"):
         raise UserError(
             "--tokenizer must have the chat template that the original run was trained with; leave it "

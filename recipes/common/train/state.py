@@ -1,7 +1,8 @@
 """The training state: "params", "opt_state", "step", "rngs"; "base" and "buffers" if the model has any.
 
 Nested dicts of arrays: a checkpoint holds them as they are, and Orbax alone can read it. For "base"
-and "buffers" see sharding/abstract.py.
+and "buffers" see sharding/abstract.py. "frozen" has the variables of a second model for the loss,
+such as a teacher; it is not saved.
 """
 
 from collections.abc import Callable

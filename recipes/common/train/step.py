@@ -86,7 +86,7 @@ def gradient_sums(
             params, trained, at_rest, summed,
         )  # fmt: skip
         module = model.merge({"params": weights, **base, **buffers})
-        total, count, aux = model.loss(module, **batch)
+        total, count, aux = model.loss(module, **batch, **frozen)
         return total, (count, aux, model.buffers(module))
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
@@ -95,6 +95,7 @@ def gradient_sums(
         params, at_rest, summed,
     )  # fmt: skip
     base = {k: state[k] for k in state.keys() & {"base"}}
+    frozen = {k: state[k] for k in state.keys() & {"frozen"}}
     buffers = {k: state[k] for k in state.keys() & {"buffers"}}
     if microbatches == 1:
         (_, (count, aux, buffers)), grads = value_and_grad(trained, buffers, batch)

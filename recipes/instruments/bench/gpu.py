@@ -20,7 +20,16 @@ from recipes.common.runtime.flags import flag, split
 from recipes.common.runtime.terminal import print0
 from recipes.instruments.bench import gpu_trace, kernels, pytorch
 from recipes.instruments.bench.common import CONVENTION, Table, machine, numbers, one_of, version
-from recipes.instruments.bench.row import OUT_OF_MEMORY, TIMED, XLA_FLAGS, Result, Row, measure, run
+from recipes.instruments.bench.row import (
+    MEASUREMENTS,
+    OUT_OF_MEMORY,
+    TIMED,
+    XLA_FLAGS,
+    Result,
+    Row,
+    measure,
+    run,
+)
 from zoo.kernels import KERNELS
 from zoo.sizes import TRANSFORMER as SIZES
 from zoo.stack import REMAT_POLICIES
@@ -212,7 +221,7 @@ class Sweep:
             yield Row("check", attention=kernel)
 
     def _guesses(self) -> Iterator[Row]:
-        """Guesses for all cases in turn: first packed and plain rows, ours and PyTorch's."""
+        """Guesses for all cases in turn: packed and plain rows, ours and PyTorch's; then generation."""
         lists = []
         for case in self.cases:
             ours, batches = TOY_CASE if self.toy else GUESSES.get(case, OTHER_CASES)
@@ -220,7 +229,8 @@ class Sweep:
             without = dataclasses.replace(first, segments=False)
             torch = [Row("torch", case, batch) for batch in batches if self.torch]
             packed = [dataclasses.replace(row, segments=True) for row in torch[:1]]
-            lists.append([first, without, *torch[:1], *packed, *others, *torch[1:]])
+            written = [Row("generate", case, batch) for batch in ((2,) if self.toy else (32, 1))]
+            lists.append([first, without, *torch[:1], *packed, *written, *others, *torch[1:]])
         for turn in itertools.zip_longest(*lists):
             yield from (row for row in turn if row)
 
@@ -283,7 +293,7 @@ def to_row(line: dict[str, Any]) -> Row:
     """Reads the Row of a line. Raises ValueError, TypeError or AttributeError if it has none."""
     names = {field.name for field in dataclasses.fields(Row)}
     row = Row(**{name: value for name, value in line.items() if name in names})
-    if row.what not in ("check", "step", "torch"):
+    if row.what not in MEASUREMENTS:
         raise ValueError(row.what)
     if row.what != "check" and (row.size() not in SIZES or row.length() < 1):
         raise ValueError(row.case)
@@ -301,6 +311,10 @@ def cells(row: Row, result: Result) -> list[str]:
         settings = "PyTorch"
     elif row.what == "check":
         settings = f"within {result['error']:.1e}" if "error" in result else "check"
+    elif row.what == "generate":
+        settings = "writes tokens"
+        if "written" in result:
+            settings = f"writes {result['written']} tokens, after {result['ms, prompts']:.1f} ms for prompts of {result['prompt']}"
     elif row.xla != "default":
         settings += f", {row.xla}"
     attention = f"{result.get('kernel', row.attention)}{', segments' * row.segments}"

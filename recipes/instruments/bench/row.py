@@ -19,13 +19,17 @@ from typing import Any
 
 import jax
 
+from recipes.common.generation import Generator, Sampling
 from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange
+from recipes.common.sharding import shardings
+from recipes.common.sharding.abstract import variables_of
+from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench import gpu_trace, kernels, pytorch
-from recipes.instruments.bench.common import ONE_DEVICE, Training, make_step
+from recipes.instruments.bench.common import ONE_DEVICE, Training, make_step, random_rows
 from zoo.sizes import TRANSFORMER as SIZES
 from zoo.transformer import Transformer
 
@@ -41,12 +45,13 @@ OUT_OF_MEMORY = "out of memory"
 TOLERANCE = 1e-2  # for a bfloat16 kernel; correct ones have errors of 2e-3 to 4e-3
 TIMED = kernels.Shape(8, 2_048, 32, 8, 64)  # 1b's heads
 TRACED = 2  # steps in a trace
+PROMPT, WRITTEN = 128, 128  # tokens of a row that is generated
 WARM_UP = 3  # untimed steps, for compilers, autotuning and allocators
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A measurement: a "check" of a kernel, a "step" in JAX, or a step in "torch"."""
+    """A measurement: a "check" of a kernel, a "step" in JAX, a step in "torch", or to "generate"."""
 
     what: str
     case: str = ""  # size:tokens of context
@@ -75,7 +80,7 @@ def measure(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     if row.what != "torch" and jax.devices()[0].platform != "gpu" and not toy:
         raise UserError("JAX finds no GPU here; use --toy to try the command without one")
     try:
-        return {"check": _check, "step": _step, "torch": _torch}[row.what](row, steps, rounds, toy)
+        return MEASUREMENTS[row.what](row, steps, rounds, toy)
     except UserError:
         raise
     except Exception as error:  # any failure is the row's result
@@ -163,6 +168,40 @@ def _torch(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     peak = None if toy else torch.cuda.max_memory_allocated()
     kernel = "flex" if row.segments else row.attention
     return rates(row, seconds, kind, peak) | {"kernel": kernel, "compile_s": compiling}
+
+
+def _generate(row: Row, steps: int, rounds: int, toy: bool) -> Result:
+    """Writes the likeliest tokens after random prompts, as `python -m recipes.generate` does."""
+    device = jax.devices()[0]
+    config = dataclasses.replace(SIZES[row.size()](), dtype="bfloat16")
+    prompt, written = (8, 4) if toy else (PROMPT, WRITTEN)
+    layout = make_layout(Transformer, config, arrange({"data": 1}, [device]), ONE_DEVICE)
+    where = shardings(layout.variables())
+    variables = layout.compile(lambda: variables_of(layout.build()), out_shardings=where)()
+    generator = Generator(layout, variables, Sampling(), (), config.vocab_size)
+    prompts = list(random_rows(config.vocab_size, row.batch, prompt)["tokens"])
+    start = time.perf_counter()
+    for _ in generator(prompts, written):
+        pass
+    first = time.perf_counter() - start
+    reading, writing = [], []
+    for _ in range(rounds):
+        generator.seconds = [0.0, 0.0]
+        for _ in generator(prompts, written):
+            pass
+        reading.append(generator.seconds[0])
+        writing.append(generator.seconds[1])
+    seconds = statistics.median(writing)
+    weights, cache = generator.bytes_a_token()
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return {
+        "ms": seconds / written * 1e3, "tokens_per_s": row.batch * written / seconds,
+        "ms, prompts": statistics.median(reading) * 1e3, "prompt": prompt, "written": written,
+        "kernel": "-", "read_gb": (weights + cache) / 1e9, "compile_s": max(0.0, first - seconds), "device": device.device_kind,
+    } | ({"gb": peak / 1e9} if peak else {})  # fmt: skip
+
+
+MEASUREMENTS = {"check": _check, "step": _step, "torch": _torch, "generate": _generate}
 
 
 def timed(run: Callable, wait: Callable, steps: int, rounds: int) -> float:

@@ -14,10 +14,12 @@ from jax.sharding import AbstractMesh
 from recipes.common import checkpoint, entries
 from recipes.common.runtime import UserError, describe, flag, print0
 from recipes.common.runtime.mesh import parse
+from recipes.common.sharding import make_layout
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.shape import trace_shape
 from recipes.common.storage import folders
 from recipes.instruments.explore import export as explorer
+from recipes.instruments.explore.causes import ROOT
 from recipes.instruments.plan.hardware import HARDWARE
 
 MOST_DEVICES = 512
@@ -30,8 +32,8 @@ class Flags:
     mesh: str = flag("16", "Mesh, as sizes (8, 4x2, 2x2x2) or names (data=2,model=4).")
     rules: str = flag("", "A key of RULES or a .json file; empty: the mesh's default.")
     device: str = flag("v5p", "Kind of device whose memory to compare with.", choices=HARDWARE)
-    batch_size: int = flag(32, "Rows.", "data", at_least=1, at_most=explorer.MOST_ROWS)
-    seq_len: int = flag(4096, "Tokens of a row.", "data", at_least=1, at_most=explorer.MOST_TOKENS)
+    batch_size: int = flag(32, "Rows.", "data", at_least=1)
+    seq_len: int = flag(4096, "Tokens of a row.", "data", at_least=1)
     from_: str = flag("", "Begin with the layout of this run or checkpoint.", "checkpoints")
     html: str = flag("", "File to write; empty: runs/explore.html.")
     open: bool = flag(True, "Open the page in a browser, if there is one.")
@@ -43,7 +45,7 @@ def main(flags: Flags) -> None:
     if flags.html and not path.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {path.parent}; make it first")
     shown = of_run(flags) if flags.from_ else of_flags(flags)
-    write_page(path, shown=shown, source=flags.source)
+    write_page(path, shown, source=flags.source)
     print0(f"The explorer: {path}")
     if flags.open and _has_display():
         webbrowser.open(path.resolve().as_uri())
@@ -51,27 +53,26 @@ def main(flags: Flags) -> None:
 
 def write_page(
     path: pathlib.Path,
+    shown: explorer.Shown,
     names: Iterable[str] = entries.ENTRIES,
-    shown: explorer.Shown | None = None,
     source: str = "",
 ) -> None:
     """Writes the page.
 
     Args:
-      names: the entries to choose from.
       shown: what it begins with.
+      names: the entries to choose from.
       source: see Flags.
     """
     jax.config.update("jax_platforms", "cpu")  # models are only traced
-    models = {name: entries.model(name) for name in names}
-    text = explorer.page(models, shown, source or f"{explorer.ROOT.as_uri()}/")
+    text = explorer.page(names, shown, source or f"{ROOT.as_uri()}/")
     with folders.write_errors(str(path)):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
 def of_flags(flags: Flags) -> explorer.Shown:
-    """Returns the state of the flags. Raises UserError if no such size, mesh or strategy exists."""
+    """Returns the state of the flags. Raises UserError if there is no such layout."""
     zoo = entries.zoo_file(flags.entry)
     sizes = entries.sizes(flags.entry)
     size = flags.size or ("8b" if "8b" in sizes else next(reversed(sizes)))
@@ -84,8 +85,10 @@ def of_flags(flags: Flags) -> explorer.Shown:
             f"try --mesh={MOST_DEVICES}"
         )
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    names = entries.model(flags.entry).axes
-    rules, table = sharding_rules.select(zoo.RULES, names, flags.rules, mesh)
+    model = entries.model(flags.entry)
+    rules, table = sharding_rules.select(zoo.RULES, model.axes, flags.rules, mesh)
+    layout = make_layout(model, sizes[size](), mesh, flags.rules)
+    sharding_rules.check_used(zoo.RULES, rules, layout.rules, mesh)
     batch = flags.batch_size, flags.seq_len
     mesh_text = describe(axes)
     return explorer.Shown(flags.entry, size, flags.device, count, mesh_text, rules, *batch, table)

@@ -1,4 +1,4 @@
-// Draws the page: state → figures (compute.js) → elements. The address after # is the state.
+// Draws the page: state → figures (data.js) → elements. The address after # is the state.
 
 const WAYS = { rest: "at rest", use: "in use", gradient: "gradient", optimizer: "optimizer state" };
 const FIRST = { entry: "transformer", size: "8b", device: "v5p", devices: "16", batch_size: "32", seq_len: "4096", rules: "fsdp",
@@ -18,7 +18,6 @@ function h(tag, attributes = {}, ...children) {
   return element;
 }
 const prose = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
-const size = (bytes) => call("size", [bytes]);
 const comma = (number) => number.toLocaleString("en-US");
 
 // ---- state ---------------------------------------------------------------------------------------
@@ -28,18 +27,19 @@ let state = {};
 /** The nearest state that exists: what a choice rules out gets the first value that fits. */
 function settled(wanted) {
   const next = { ...FIRST, ...DATA.start, ...wanted };
-  const pick = (name, from) => (next[name] = from.includes(next[name]) ? next[name] : from[0]);
+  const pick = (name, from) => (next[name] = from.map(String).includes(next[name]) ? next[name] : String(from[0]));
+  const near = (name, from) => (next[name] = String(from.reduce((a, b) => (distance(next[name], b) < distance(next[name], a) ? b : a))));
   pick("entry", Object.keys(DATA.entries));
-  const { sizes, zoo } = DATA.entries[next.entry];
-  pick("size", Object.keys(sizes));
+  const { sizes } = DATA.entries[next.entry];
+  pick("size", sizes[next.size] ? [next.size] : Object.keys(sizes).slice(-1));
   pick("device", Object.keys(DATA.chips));
-  pick("devices", counts(next.device));
-  for (const [name, most] of Object.entries(DATA.most)) {
-    next[name] = String(Math.min(Math.max(Math.round(Number(next[name]) || 1), 1), most));
-  }
+  near("devices", DATA.chips[next.device].counts.filter((count) => sizes[next.size].layouts[count]));
+  near("batch_size", DATA.rows);
+  if (sizes[next.size].lengths[0]) near("seq_len", sizes[next.size].lengths);
   for (const side of SIDES) {
-    pick(`rules${side}`, [...zoo.RULES.keys(), ...(side ? ["none"] : [])]);
-    if (next[`rules${side}`] !== "none") pick(`mesh${side}`, meshesOf(next, side));
+    const strategies = strategiesOf(next);
+    pick(`rules${side}`, [...Object.keys(strategies), ...(side ? ["none"] : [])]);
+    if (next[`rules${side}`] !== "none") pick(`mesh${side}`, Object.keys(strategies[next[`rules${side}`]]));
   }
   const arrays = arraysOf(choice(next, "")), matrix = arrays.find(({ axes }) => axes.length > 2) ?? arrays[0];
   pick("array", [matrix.id, ...arrays.map(({ id }) => id)]);
@@ -47,15 +47,10 @@ function settled(wanted) {
   next.at = String(Math.min(Number(next.at) || 0, Number(next.devices) - 1));
   return next;
 }
-const counts = (chip) => [...Array.from({ length: 64 }, (_, i) => i + 1), ...DATA.chips[chip].pods].map(String);
+const distance = (a, b) => Math.abs(Math.log(Math.max(Number(a) || 1, 1) / b));
 
-/** The meshes that a strategy is offered, and the one that the page began with. */
-function meshesOf(of, side) {
-  const found = meshesFor(of.entry, of[`rules${side}`], Number(of.devices)), { rules, mesh, devices } = DATA.start;
-  return rules === of[`rules${side}`] && devices === of.devices && !found.includes(mesh) ? [mesh, ...found] : found;
-}
-const choice = ({ entry, size, device, ...of }, side) => ({ entry, size, chip: device, strategy: of[`rules${side}`],
-  mesh: of[`mesh${side}`], batch: Number(of.batch_size), seq: Number(of.seq_len) });
+const choice = ({ entry, size, device, devices, ...of }, side) => ({ entry, size, devices, chip: device, strategy: of[`rules${side}`],
+  mesh: of[`mesh${side}`], rows: Number(of.batch_size), length: Number(of.seq_len) });
 
 function go(changes) {
   state = settled({ ...state, ...changes });
@@ -71,13 +66,11 @@ function select(label, name, groups) {
   return h("label", {}, label, h("select", { id: name, onchange: ({ target }) => go({ [name]: target.value }) }, options));
 }
 const input = (attributes, onchange) => h("input", { ...attributes, onchange: ({ target }) => onchange(target) });
-const number = (label, name) => h("label", {}, label,
-  input({ id: name, type: "number", min: 1, max: DATA.most[name], value: state[name] }, ({ value }) => go({ [name]: value })));
 const fields = (legend, ...inputs) => h("fieldset", {}, h("legend", {}, legend), inputs);
 const dims = (shape) => `[${shape.map(comma).join(", ")}]`;
 
 function choices() {
-  const { sizes } = DATA.entries[state.entry], { pods } = DATA.chips[state.device], arrays = arraysOf(choice(state, ""));
+  const { sizes } = DATA.entries[state.entry], { lengths, layouts } = sizes[state.size], arrays = arraysOf(choice(state, ""));
   const listed = (values) => values.map((value) => [String(value)]);
   const of = (group) => arrays.filter((array) => array.group === group).map(({ id, label, shape }) => [id, `${label} ${dims(shape)}`]);
   const groups = [["Weights", of("weight")], ["Activations", of("activation")], ["Keys and values in the cache", of("cache")]];
@@ -89,9 +82,9 @@ function choices() {
     select("Entry", "entry", [["", listed(Object.keys(DATA.entries))]]),
     select("Size", "size", [["", Object.keys(sizes).map((name) => [name, name === "run" ? "this run" : name])]]),
     select("Device", "device", [["", Object.entries(DATA.chips).map(([kind, { name }]) => [kind, `${kind} (${name})`])]]),
-    select("Devices", "devices", [["", listed(counts(state.device).slice(0, 64))], ["Pods", listed(pods)]]),
-    number("Rows of a batch", "batch_size"),
-    sizes[state.size].has_rows && number("Tokens of a row", "seq_len"),
+    select("Devices", "devices", [["", listed(DATA.chips[state.device].counts.filter((count) => layouts[count]))]]),
+    select("Rows of a batch", "batch_size", [["", listed(DATA.rows)]]),
+    lengths[0] > 0 && select("Tokens of a row", "seq_len", [["", listed(lengths)]]),
     select("Array", "array", groups.filter(([, all]) => all.length)),
     arrays.find(({ id }) => id === state.array).group === "weight" && fields("Shown", ...ways),
     fields("Compare", h("label", {}, two, "two strategies")),
@@ -105,7 +98,7 @@ function figuresOf(side) {
   const chosen = choice(state, side), layout = layoutOf(chosen), mesh = layout.mesh;
   const array = arraysOf(chosen).find(({ id }) => id === state.array);
   const how = array.group === "weight" ? (state.way === "use" ? "use" : "rest") : "";
-  const spec = specOf(layout, array.axes, how), slices = slicesOf(mesh, spec, array.shape), parts = new Map();
+  const spec = specOf(chosen, layout, array.axes, how), slices = slicesOf(mesh, spec, array.shape), parts = new Map();
   slices.forEach((slice, device) => parts.set(String(slice), [...(parts.get(String(slice)) ?? []), device]));
   const all = [...parts.values()].map((holders) => ({ holders, slice: slices[holders[0]] }));
   // Rows of the picture are parts of the first dim that is split, columns those of the others.
@@ -118,10 +111,10 @@ function figuresOf(side) {
   });
   const partOf = [];
   all.forEach((part) => part.holders.forEach((device) => (partOf[device] = part)));
-  return { side, chosen, layout, mesh, array, how, spec, all, partOf, columns, places: placesOf(mesh), grid: gridOf(mesh),
-    sent: sentBy(layout), memory: memoryOf(layout) };
+  return { side, chosen, ...layout, array, how, spec, all, partOf, columns, places: placesOf(mesh), grid: gridOf(mesh) };
 }
 
+const order = (a, b) => a.map((each, i) => each - b[i]).find((difference) => difference) ?? 0;
 const tint = ({ hue, shade }) => `--hue:${hue.toFixed(1)};--shade:${shade.toFixed(2)}`;
 const range = (slice, shape) =>
   `[${slice.map(([start, stop], i) => (start === 0 && stop === shape[i] ? ":" : `${start}:${stop}`)).join(", ")}]`;
@@ -129,7 +122,7 @@ const where = (place) => Object.entries(place).map(([axis, at]) => `${axis} ${at
 
 /** The grid in which a side's devices are drawn: the last axis across or down if that is compact. */
 function gridOf(mesh) {
-  const count = mesh.size, inner = mesh.shape.get(mesh.axis_names.at(-1)), [least, most] = count > LABELED ? [8, 32] : [4, 8];
+  const count = product(Object.values(mesh)), inner = Object.values(mesh).at(-1), [least, most] = count > LABELED ? [8, 32] : [4, 8];
   const compact = ({ columns, rows }) => columns >= least && columns <= most && rows <= 2 * columns;
   const plain = [most, 8, 16, 7, 6, 5, 10, 9].find((n) => count % n === 0 && n <= most) ?? Math.min(count, most);
   const every = [{ columns: inner, rows: count / inner, down: false }, { columns: count / inner, rows: inner, down: true }];
@@ -139,7 +132,7 @@ const spot = ({ columns, rows, down }, device) =>
   (down ? [Math.floor(device / rows), device % rows] : [device % columns, Math.floor(device / columns)]);
 
 function devices(f) {
-  const { mesh, places, partOf, array } = f, { columns, rows, down } = f.grid;
+  const { places, partOf, array } = f, { columns, rows, down } = f.grid;
   const cells = places.map((place, device) => {
     const part = partOf[device], label = `${device} part ${part.name} of ${f.all.length}: ${range(part.slice, array.shape)}, at ${where(place)}`;
     const listeners = { onmouseenter: () => light(device), onfocus: () => light(device), onclick: () => go({ at: String(device) }),
@@ -148,7 +141,7 @@ function devices(f) {
       "aria-label": label, title: label, tabindex: String(device) === state.at ? 0 : -1, ...listeners },
     h("b", {}, device), h("span", {}, ` part ${part.name}`));
   });
-  const many = mesh.size > LABELED, [lines, flow, n] = down ? ["rows", "column", rows] : ["columns", "row", columns];
+  const many = places.length > LABELED, [lines, flow, n] = down ? ["rows", "column", rows] : ["columns", "row", columns];
   const style = `grid-template-${lines}:repeat(${n}, minmax(0, 1fr));grid-auto-flow:${flow}`;
   return h("div", { class: "devices", style: `--columns:${columns};--cell:${many ? "1.4rem" : "4.1rem"}`, onmouseleave: unpoint },
     h("div", { class: `cells${many ? " many" : ""}`, style, role: "group", "aria-label": `Devices of ${f.chosen.mesh}; arrow keys move` }, cells),
@@ -180,18 +173,18 @@ const table = (caption, heads, rows) => scroll(caption, h("table", {}, h("captio
   h("thead", { class: "hidden" }, h("tr", {}, heads.map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, rows)));
 
 /** The rule that each dim of the array follows, and the line of the zoo where it stands. */
-function rules({ layout, array, how, spec, chosen }) {
-  const { zoo } = DATA.entries[chosen.entry], { rows, strategies } = DATA.entries[chosen.entry].causes, causes = strategies[chosen.strategy] ?? {};
+function rules({ mesh, array, how, spec, chosen }) {
+  const { in_use, uneven, causes } = DATA.entries[chosen.entry], split = causes.strategies[chosen.strategy] ?? {};
   return table("The array's dims, and the rule behind each", ["Dim", "Parts", "Rule"], array.axes.map((rest, i) => {
-    const axis = how === "use" ? zoo.names.in_use.get(rest, rest) : rest, row = rows[causes[axis]];
-    const target = axis && zoo.RULES.get(chosen.strategy).get(axis), parts = spec[i].reduce((n, each) => n * layout.mesh.shape.get(each), 1);
+    const axis = how === "use" ? in_use[rest] ?? rest : rest, row = causes.rows[split[axis]];
+    const target = axis && DATA.entries[chosen.entry].rules[chosen.strategy][axis], parts = product(spec[i].map((each) => mesh[each]));
     const rule = h("code", {}, `${row?.[0] ? `${row[0]}: ` : ""}"${axis}": ${JSON.stringify(target)}`);
     const why = !axis ? "has no logical axis" : target ? [rule, " ", row && [prose(row[4]), " ", link(row)]]
       : axis === rest ? "no rule of this strategy splits it" : `${rest} at rest, ${axis} in use: gathered`;
-    const uneven = zoo.names.uneven.get(axis) === "padded" ? "whole at rest and padded in use" : "replicated";
+    const instead = uneven[axis] === "padded" ? "whole at rest and padded in use" : "replicated";
     return h("tr", {}, h("th", { scope: "row" }, h("code", {}, axis ?? "—"), h("br"), comma(array.shape[i])),
       h("td", {}, parts > 1 ? `${parts} parts over ${over(spec[i])}` : "whole"),
-      h("td", {}, why, target && !spec[i].length && ` Not divisible by its mesh axes, so ${uneven}.`));
+      h("td", {}, why, target && !spec[i].length && ` Not divisible by its mesh axes, so ${instead}.`));
   }));
 }
 const link = ([, , file, line]) => h("a", { href: `${DATA.source}${file}#L${line}` }, `${file}:${line}`);
@@ -207,37 +200,21 @@ function union({ chosen }) {
 // ---- a layer's steps -----------------------------------------------------------------------------
 
 /** Sublayers of a layer with their steps: {name, steps: [{label, detail, transfer}]}. */
-function layer({ layout, chosen, sent }) {
-  const { query, choice: expert, stack } = DATA.names;
-  const weights = Object.values(DATA.entries[chosen.entry].sizes[chosen.size].weights).flat();
-  const stacked = weights.filter(([, , axes]) => axes[0] === stack), groups = new Map();
-  for (const [path, , axes] of stacked.length ? stacked : weights) {
-    const [first, second] = path.split("/"), name = stacked.length || /^\d+$/.test(second) ? `${first}/${second}` : first;
-    if (/\/[1-9]\d*$/.test(name) || !axes.some((axis) => layout.model.names.in_use.has(axis))) continue; // blocks after the first; norms
-    groups.set(name, [...(groups.get(name) ?? []), [path, axes]]);
-  }
-  const found = [...groups].map(([name, members]) => {
-    const paths = members.map(([path]) => path), has = (axis) => members.some(([, axes]) => axes.includes(axis));
-    const inside = (path) => (stacked.length ? path.startsWith(`${name}/`) || path === name : paths.includes(path));
-    const own = sentBy(restricted(layout, inside));
-    const of = (purpose, label) => own.filter((transfer) => transfer.purpose === purpose).map((transfer) => ({ label, transfer }));
-    const last = (from) => [...new Set(from.map(([path]) => path.replace(/\/kernel$/, "").split("/").at(-1)))].join(", ");
-    const matrices = members.filter(([, axes]) => axes.some((axis) => layout.model.names.in_use.has(axis)));
-    const out = ([, axes]) => layout.model.names.in_use.has(axes.at(-1));
-    const matmul = (from) => (from.length ? [{ label: "matmul", detail: last(from) }] : []);
-    const steps = [
-      ...of("weights", "gather weights"),
-      ...(has(expert) ? [{ label: "route" }, ...of("exchanges", "exchange rows")] : []),
-      ...matmul(matrices.filter((each) => !out(each))),
-      ...(has(query) ? [...of("attention", "exchange heads or keys"), { label: "attention" }] : []),
-      ...matmul(matrices.filter(out)),
-      ...of("activations", "sum activations"),
-      ...of("gradients", "sum gradients"),
-      ...of("updates", "gather updated weights"),
-    ];
-    return { name, steps };
-  });
-  const stages = sent.filter(({ purpose }) => purpose === "stages").map((transfer) => ({ label: "to the next stage", transfer }));
+function layer({ chosen, sent }) {
+  const of = (purpose, label, name = "") =>
+    sent.filter((each) => each.purpose === purpose && each.sublayer === name).map((transfer) => ({ label, transfer }));
+  const matmul = (detail) => (detail ? [{ label: "matmul", detail }] : []);
+  const found = sizeOf(chosen).sublayers.map(({ name, reads, writes, attends, routes }) => ({ name, steps: [
+    ...of("weights", "gather weights", name),
+    ...(routes ? [{ label: "route" }, ...of("exchanges", "exchange rows")] : []),
+    ...matmul(reads),
+    ...(attends ? [...of("attention", "exchange heads or keys"), { label: "attention" }] : []),
+    ...matmul(writes),
+    ...of("activations", "sum activations", name),
+    ...of("gradients", "sum gradients", name),
+    ...of("updates", "gather updated weights", name),
+  ] }));
+  const stages = of("stages", "to the next stage");
   return stages.length ? [...found, { name: "between stages", steps: stages }] : found;
 }
 
@@ -307,9 +284,8 @@ function arrow([x1, y1], [x2, y2], near) {
 
 // ---- figures -------------------------------------------------------------------------------------
 
-const sum = (values) => values.reduce((a, b) => a + b, 0);
-
-function memory({ memory, chosen }) {
+function memory({ memory, chosen, divides }) {
+  if (!divides) return h("p", { class: "error" }, `${chosen.mesh} can't divide these rows: choose another batch or mesh.`);
   const chip = DATA.chips[chosen.chip], parts = Object.entries(memory), total = sum(Object.values(memory));
   const most = Math.max(total, chip.memory), usable = chip.memory * DATA.usable, share = (bytes) => `${((100 * bytes) / most).toFixed(2)}%`;
   const verdict = total <= usable ? `of the ${size(usable)} that a program may use` : `does not fit into ${size(usable)}`;
@@ -322,8 +298,8 @@ function memory({ memory, chosen }) {
   ];
 }
 
-function bytes({ sent }) {
-  if (!sent.length) return h("p", {}, "A step sends nothing.");
+function bytes({ sent, divides }) {
+  if (!sent.length) return h("p", {}, divides ? "A step sends nothing." : "—");
   const sums = new Map();
   for (const { purpose, kind, axes, bytes } of sent) {
     const key = `${kind} ${purpose} ${axes}`;
@@ -339,21 +315,22 @@ function bytes({ sent }) {
   return table(caption, ["Collective", "Mesh axes", "Share", "Bytes"], rows);
 }
 
-function facts({ all, sent, memory }) {
+function facts({ all, sent, memory, divides }) {
   const copies = all[0].holders.length, plural = (n, one, more) => `${n} ${n > 1 ? more : one}`;
-  const pairs = [["memory a device", size(sum(Object.values(memory)))], ["sent a step", size(sum(sent.map(({ bytes }) => bytes)))],
+  const pairs = [["memory a device", divides ? size(sum(Object.values(memory))) : "—"],
+    ["sent a step", divides ? size(sum(sent.map(({ bytes }) => bytes))) : "—"],
     ["this array", `${plural(all.length, "part", "parts")} × ${plural(copies, "copy", "copies")}`]];
   return h("dl", { class: "facts" }, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 }
 
-function command({ chosen: { entry, size, mesh, strategy, batch, seq } }) {
-  const length = DATA.entries[entry].sizes[size].has_rows ? ` --seq_len=${seq}` : "";
-  const flags = `--size=${size} --mesh=${mesh} --rules=${strategy} --batch_size=${batch}${length}`;
+function command({ chosen }) {
+  const { entry, size, mesh, strategy, rows, length } = chosen, tokens = sizeOf(chosen).lengths[0] ? ` --seq_len=${length}` : "";
+  const flags = `--size=${size} --mesh=${mesh} --rules=${strategy} --batch_size=${rows}${tokens}`;
   return h("pre", { tabindex: 0, role: "group", "aria-label": "Command" }, h("code", {}, `python -m recipes.${entry} ${flags}`));
 }
 
 function content(f) {
-  const { array, mesh } = f, axes = mesh.shape.pairs().map(([axis, n]) => `${axis} ${n}`).join(" × ");
+  const { array, mesh } = f, axes = Object.entries(mesh).map(([axis, n]) => `${axis} ${n}`).join(" × ");
   const title = `${array.label} ${dims(array.shape)}${array.group === "weight" ? `, ${WAYS[state.way]}` : ""}`;
   const note = "Bytes are those that a device sends in a whole step: in all layers, forward and backward.";
   return [
@@ -368,23 +345,16 @@ function content(f) {
   ];
 }
 
-let shown = []; // the figures of the sides without an error
+let shown = []; // the figures of the sides
 
 function side(name) {
-  const { zoo } = DATA.entries[state.entry], strategies = zoo.RULES.keys().map((each) => [each]);
-  const meshes = meshesOf(state, name).map((each) => [each]);
-  const pick = h("div", { class: "pick" }, select("Strategy", `rules${name}`, [["", strategies]]),
-    select("Mesh", `mesh${name}`, [["", meshes]]));
+  const strategies = strategiesOf(state), listed = (values) => [["", Object.keys(values).map((each) => [each])]];
+  const pick = h("div", { class: "pick" }, select("Strategy", `rules${name}`, listed(strategies)),
+    select("Mesh", `mesh${name}`, listed(strategies[state[`rules${name}`]])));
   const label = `${name ? "Second" : "First"} strategy: ${state[`rules${name}`]} on ${state[`mesh${name}`]}`;
-  const element = h("section", { class: "side", "aria-label": label }, pick);
-  try {
-    const f = { ...figuresOf(name), element };
-    element.append(...content(f).filter(Boolean).flat());
-    shown.push(f);
-  } catch (error) {
-    if (!(error instanceof PythonError)) throw error;
-    element.append(h("p", { class: "error" }, error.message));
-  }
+  const element = h("section", { class: "side", "aria-label": label }, pick), f = { ...figuresOf(name), element };
+  element.append(...content(f).filter(Boolean).flat());
+  shown.push(f);
   return element;
 }
 

@@ -48,30 +48,18 @@ from recipes.instruments.plan.hardware import Devices, parse_devices
 from recipes.instruments.plan.own_model import own_model
 from recipes.instruments.plan.search import Change, Job, Plan, cheapest_change, search
 from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
+from recipes.instruments.user_model import ModelFlags
 from zoo.config import Compute
 
 SAY_SECONDS = 30  # between lines while the compiler works
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags(Offload):
-    entry: str = flag("transformer", "Zoo entry.", group="model", choices=entries.ENTRIES)
+class Flags(ModelFlags, Offload):
+    entry: str = flag(
+        "transformer", "Zoo entry, unless --model is given.", group="model", choices=entries.ENTRIES
+    )
     size: str = flag("small", "Size of the model, a key of its zoo file's SIZES.", group="model")
-    model: str = flag(
-        "", "FILE.py:NAME of your own nnx.Module, in place of --entry.", group="model"
-    )
-    config: str = flag(
-        "", "Size of your model, a classmethod of the class Config in its file; empty: it is built from "
-        "rngs alone.", group="model",
-    )  # fmt: skip
-    rules: str = flag(
-        "", "FILE.py:NAME of your model's sharding rules; empty: RULES in its file.", group="model"
-    )
-    loss: str = flag("", "FILE.py:NAME of your model's loss; empty: its method.", group="model")
-    batch: str = flag(
-        "", "FILE.py:NAME of a function that returns a batch; empty: tokens, for language models.",
-        group="data",
-    )  # fmt: skip
     devices: str = flag(
         "cpu:8", "Kind and number of devices: v5p:64; v5e:256x2, two slices of 256; h100:16, two nodes "
         "of 8.",
@@ -144,8 +132,8 @@ def main(flags: Flags) -> None:
 
 def check_own(flags: Flags) -> None:
     """Raises UserError if flags of a user's own model are given without it."""
-    for name in ("config", "rules", "loss", "batch"):
-        if value := getattr(flags, name):
+    for name, value in vars(flags).items():
+        if value and name in ModelFlags.__dataclass_fields__:
             raise UserError(
                 f"--{name}={value} is for a model of your own; add --model=FILE.py:NAME"
             )
@@ -157,7 +145,7 @@ def make_job(flags: Flags, devices: Devices) -> tuple[Job, AbstractModel, list[s
     Raises UserError if they can't be planned.
     """
     if flags.model:
-        own = own_model(flags.model, flags.config, flags.rules, flags.loss, flags.batch)
+        own = own_model(flags)
         model, config, abstract, rules, assumed = own
     else:
         model, rules, assumed = entries.model(flags.entry), None, []

@@ -17,7 +17,8 @@ import numpy as np
 
 from recipes.common.report import hlo, program
 from recipes.instruments.plan.hardware import Devices
-from zoo.kernels import may_see
+from recipes.instruments.plan.instructions import executed, source, traffic
+from zoo.splash import may_see
 
 # Kind of TPU → cores of a device that share an operation.
 CORES = {"v4": 2, "v5p": 2}
@@ -244,7 +245,7 @@ def read_hlo(text: str | None, devices: Devices, bundles: dict[str, int]) -> Rea
                 elif transfer:
                     transfer.end(reading, now)
             else:
-                inside = _inside(line, computations)
+                inside = executed(line, computations)
                 is_matmul = any(x[3] in ("convolution", "dot") for x, _ in inside)
                 performed = _transfers(match, lines, inside, is_matmul, times, devices.count)
                 if operation.endswith("-start"):
@@ -256,11 +257,11 @@ def read_hlo(text: str | None, devices: Devices, bundles: dict[str, int]) -> Rea
                         Operation(
                             name=match[1],
                             kind=_kind(operation, is_matmul, inside),
-                            source=_source(line),
+                            source=source(line),
                             times=times,
                             cycles=int(cycles[1]),
                             flops=sum(_flops(x, within) for x, within in inside),
-                            bytes=_traffic(match, results, computations),
+                            bytes=traffic(match, results, computations),
                         )
                     )
         return now
@@ -320,28 +321,11 @@ def with_documents(reading: Reading, ids_BT: np.ndarray) -> Reading:
     return reading._replace(kernels=kernels)
 
 
-def _inside(line: str, computations: dict[str, list[str]]) -> list[tuple[re.Match, list[str]]]:
-    """An instruction and all those that it calls, each with the lines of its computation."""
-    match = program.INSTRUCTION.match(line)
-    instructions = [(match, [line])] if match else []
-    for _, name in program.called(line):
-        lines = computations.get(name, [])
-        for inner in lines:
-            nested = _inside(inner, computations)
-            instructions += [(nested[0][0], lines), *nested[1:]] if nested else []
-    return instructions
-
-
 def _kind(operation: str, is_matmul: bool, inside: list[tuple[re.Match, list[str]]]) -> str:
     if is_matmul:
         return "matmul"
     gathered = [x[3] for x, _ in inside if re.fullmatch(hlo.KINDS, x[3])]
     return gathered[0] if gathered else operation.removesuffix("-start").removesuffix("-done")
-
-
-def _source(line: str) -> str:
-    source = re.search(r'op_name="([^"]*)"', line)
-    return source[1] if source else ""
 
 
 def _transfers(
@@ -373,7 +357,7 @@ def _transfers(
                 sent=hlo.sent(collective, devices),
                 group=_group(collective, devices),
                 times=times,
-                source=collective.source or _source(match.string),
+                source=collective.source or source(match.string),
                 meanwhile=0.0 if overlap == EXPOSED else math.inf,
             )
         )
@@ -385,57 +369,6 @@ def _group(collective: hlo.Collective, devices: int) -> int:
     if collective.kind == "collective-permute":
         return devices
     return hlo.group_size(collective.groups, devices)
-
-
-def _traffic(match: re.Match, results: dict[str, str], computations: dict[str, list[str]]) -> float:
-    """Bytes that an instruction reads and writes in the device's memory (not in its caches)."""
-    fused = computations.get(dict(program.called(match.string)).get("calls", ""), [])
-    total = 0
-    for position, name in enumerate(program.operands(match.string)):
-        if name in results:
-            total += min(_in_memory(results[name]), _touched(position, fused, computations))
-    root = next((x for x in fused if x.startswith("ROOT ")), "")
-    return total + min(_in_memory(match[2]), _updated(root, fused))
-
-
-def _in_memory(notation: str) -> float:
-    """Bytes of the arrays of a result that are not in a cache."""
-    return sum(program.size(x)[0] for x in program.arrays(notation) if "S(1)" not in x)
-
-
-def _touched(position: int, fused: list[str], computations: dict[str, list[str]]) -> float:
-    """Bytes of its operand that a fusion touches: slices of it, or all of it (infinity)."""
-    parameter = next((x for x in fused if f" parameter({position})" in x), "")
-    match = program.INSTRUCTION.match(parameter)
-    if not match:
-        return math.inf
-    total = 0.0
-    for line in fused:
-        names = program.operands(line)
-        if match[1] not in names:
-            continue
-        user = program.INSTRUCTION.match(line)
-        assert user
-        if user[3] in ("dynamic-slice", "slice"):
-            total += program.size(user[2])[0]
-        elif user[3] == "dynamic-update-slice" and names[0] == match[1]:
-            total += _updated(line, fused)
-        elif user[3] == "fusion":
-            nested = computations.get(dict(program.called(line)).get("calls", ""), [])
-            total += _touched(names.index(match[1]), nested, computations)
-        else:
-            return math.inf
-    return total
-
-
-def _updated(line: str, lines: list[str]) -> float:
-    """Bytes that an instruction writes of its result: an update in place, or all of it (infinity)."""
-    match = program.INSTRUCTION.match(line)
-    if match and match[3] == "bitcast":
-        return _updated(program.made(program.operands(line)[0], lines), lines)
-    if match and match[3] == "dynamic-update-slice":
-        return program.size(program.result_of(program.operands(line)[1], lines))[0]
-    return math.inf
 
 
 def _flops(match: re.Match, lines: list[str]) -> float:

@@ -263,7 +263,7 @@ def _kernels(layout: Layout, forward: int) -> float:
         if layer.attention:
             block = block_of(layout.seq_len, layer.attention.window)
             tiles = layout.seq_len // block
-            visited = visited_blocks(layout.seq_len, layer.attention.window)
+            visited = visited_blocks(layout.seq_len, layer.attention.window, layer.attention.causal)
             computed = visited * tiles - visited * (visited - 1) / 2  # fewer keys before the first
             width = layer.attention.heads * _head_dim(layer.attention, lanes)
             matmul = 2 * computed * block**2 * width

@@ -99,6 +99,7 @@ def memory_parts(
     segments: bool = True,
     offload: str = "",
     optimizer: str = "adamw",
+    sizes: Weights | None = None,
 ) -> dict[str, float]:
     """Bytes on a device at the step's peak by purpose.
 
@@ -110,8 +111,9 @@ def memory_parts(
       segments: whether batches have segment ids.
       offload: "optimizer": its state is in the host's memory.
       optimizer: one of OPTIMIZERS.
+      sizes: `weights(layout)`, if it is known: it is the same for all batches.
     """
-    sizes = weights(layout)
+    sizes = sizes or weights(layout)
     on_device = 0.0 if offload else moments(sizes, optimizer)
     state = {"parameters": sizes.params + sizes.frozen, "optimizer": on_device}
     if layout.shape.vocab_size:
@@ -245,7 +247,7 @@ def partial_gradients(layout: Layout, attention: AttentionShape) -> int:
     with layout.trace():
         exchange = choose_exchange(layout.config.context, attention.heads)
     keys = layout.seq_len // (layout.seq_shards if exchange == "ring" else 1)
-    return count_partial_gradients(keys, attention.window)
+    return count_partial_gradients(keys, attention.window, attention.causal)
 
 
 def _in_blocks(attention: AttentionShape, length: int) -> tuple[int, int]:

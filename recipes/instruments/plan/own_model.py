@@ -11,18 +11,10 @@ from flax import nnx
 from recipes.common.runtime import UserError
 from recipes.common.sharding.abstract import AbstractModel, declared_names
 from recipes.common.sharding.rules import Rules
-from recipes.instruments.user_model import (
-    Subject,
-    builder,
-    load,
-    load_batch,
-    load_function,
-    make_subject,
-    reason,
-    with_rules,
-)
+from recipes.instruments.user_model import ModelFlags, Subject, make_subject, reason, with_rules
 from zoo.config import Compute
-from zoo.strategies import EXPERT_DECODER, VOCAB
+from zoo.expert_strategies import EXPERT_DECODER
+from zoo.strategies import VOCAB
 
 
 class OwnModel(NamedTuple):
@@ -35,15 +27,10 @@ class OwnModel(NamedTuple):
     assumed: list[str]  # sentences on what can't be read from the model
 
 
-def own_model(named: str, config: str, rules: str, loss: str, batch: str) -> OwnModel:
-    """Traces the model that a user's flags name, as recipes.prove takes them. Raises UserError."""
-    file, _, name = named.rpartition(":")
-    subject = make_subject(
-        builder(load_function(named, "--model"), config),
-        load_function(loss, "--loss") if loss else None,
-        load(rules or f"{file}:RULES", "--rules"),
-        load_batch(batch) if batch else None,
-    )
+def own_model(flags: ModelFlags) -> OwnModel:
+    """Traces the model that a user's flags name. Raises UserError."""
+    name = flags.model.rpartition(":")[2]
+    subject = make_subject(*flags.parts())
     abstract, tables = with_rules(subject)
     model: Any = nnx.eval_shape(subject.build)
     is_declared = declared_names(model) is not None

@@ -104,16 +104,19 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
     """
     every = [
         *of_weights(layout, accumulate, repeats),
-        *_of_activations(layout, accumulate, repeats),
+        *(transfer for _, transfer in of_modules(layout, accumulate, repeats)),
+        *of_rows(layout, accumulate),
     ]
-    if layout.seq_len:
-        every += [
-            *_of_attention(layout),
-            *_of_states(layout),
-            *_of_experts(layout, accumulate),
-            *of_stages(layout, accumulate),
-        ]
     return [transfer for transfer in every if transfer.bytes]
+
+
+def of_rows(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
+    """Transfers of what positions, experts and stages exchange; none without rows of positions."""
+    if layout.seq_len:
+        yield from _of_attention(layout)
+        yield from _of_states(layout)
+        yield from _of_experts(layout, accumulate)
+        yield from of_stages(layout, accumulate)
 
 
 def device_tokens(layout: Layout) -> float:
@@ -123,7 +126,17 @@ def device_tokens(layout: Layout) -> float:
 
 
 def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> Iterator[Transfer]:
-    """Transfers of weights and their gradients.
+    """Transfers of weights and their gradients, of all weights together; see `of_each_weight`."""
+    sums: dict[tuple[str, str, frozenset[str]], float] = {}
+    for _, (purpose, kind, axes, count) in of_each_weight(layout, accumulate, repeats):
+        sums[purpose, kind, axes] = sums.get((purpose, kind, axes), 0.0) + count
+    yield from (Transfer(*key, count) for key, count in sums.items())
+
+
+def of_each_weight(
+    layout: Layout, accumulate: int = 1, repeats: bool = False
+) -> Iterator[tuple[str, Transfer]]:
+    """(path, transfer) of each weight and its gradient.
 
     A weight whose parts at rest are smaller than in use needs a reduce-scatter of the gradient and
     two all-gathers, for the forward and the backward pass; one if remat is "none" or the model has no
@@ -140,46 +153,62 @@ def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> It
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
-    matmul = layout.shape.matmul
     keeps_weights = layout.shape.remat in (None, "none")
     gathers = 1 if stacked or keeps_weights else 2
     width = 4 if stacked else dtype
     once = repeats and not stacked
     with layout.trace():
         tpu = repeats and device().platform == "tpu"
-    sums: dict[tuple[str, str, frozenset[str]], float] = {}
     shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
-    stacks = layout.names.stacks
     for path, axes in paths(layout.model.axes["params"]).items():
         rest, use = _split_by(layout, axes), _split_by(layout, _in_use(layout, axes))
         whole = shapes[path].size / _devices(layout, use)
         state = _split_by(layout, optimizer_axes(axes, layout.rules))
-        over, reduced = frozenset(state - use), frozenset(batch - state)
-        part = 2 * ring(_devices(layout, reduced)) * whole / _devices(layout, over)
-        scattered = ring(_devices(layout, over)) * whole
-        table, n = not stacks & {*axes}, _devices(layout, over)
-        columns = layout.shape.embed / n
-        rows = whole / layout.shape.embed / n
-        cuts_tiles = rows % TILE_ROWS != 0 and columns % TILE_COLUMNS != 0
-        split, updated = frozenset(rest - use), frozenset(state - rest)
+        table = not layout.names.stacks & {*axes}
+        split = frozenset(rest - use)
         outside = table and not path.startswith(HEAD_PATH)
         gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
-        rounded = matmul and not table and layout.names.in_use.keys() & {*axes}
-        counts = {("weights", "all-gather", split): (1 if rounded else dtype) * gathered}
+        rounded = layout.shape.matmul and not table and layout.names.in_use.keys() & {*axes}
+        gathered *= 1 if rounded else dtype
+        yield path, Transfer("weights", "all-gather", split, accumulate * gathered)
+        over, reduced = frozenset(state - use), frozenset(batch - state)
         also_reduced = once and _devices(layout, reduced) > 1
-        if tpu and n > 1 and (also_reduced or (table and cuts_tiles)):
-            summed = 2 * ring(_devices(layout, over | reduced)) * whole
-            counts["gradients", "all-reduce", over | reduced] = width * summed
-        else:
-            counts["gradients", "reduce-scatter", over] = width * scattered
-            counts["gradients", "all-reduce", reduced] = width * part
-        for key, count in counts.items():
-            sums[key] = sums.get(key, 0.0) + accumulate * count
+        cuts = table and _cuts_tiles(layout, whole, _devices(layout, over))
+        for kind, axes_sent, elements in _of_gradient(
+            layout, whole, over, reduced, together=tpu and (also_reduced or cuts)
+        ):
+            yield path, Transfer("gradients", kind, axes_sent, accumulate * (width * elements))
+        updated = frozenset(state - rest)
         at_rest = shapes[path].size / _devices(layout, rest)
-        key = ("updates", "all-gather", updated)
-        sums[key] = sums.get(key, 0.0) + 4 * ring(_devices(layout, updated)) * at_rest
-    yield from (Transfer(*key, count) for key, count in sums.items())
+        sent = 4 * ring(_devices(layout, updated)) * at_rest
+        yield path, Transfer("updates", "all-gather", updated, sent)
+
+
+def _of_gradient(
+    layout: Layout, whole: float, over: frozenset[str], reduced: frozenset[str], *, together: bool
+) -> Iterator[tuple[str, frozenset[str], float]]:
+    """(kind, mesh axes, elements) of a gradient's collectives.
+
+    Args:
+      whole: elements of the weight in use.
+      over: mesh axes that scatter the gradient.
+      reduced: those that only sum it.
+      together: whether one all-reduce does both.
+    """
+    n = _devices(layout, over)
+    if together and n > 1:
+        yield "all-reduce", over | reduced, 2 * ring(_devices(layout, over | reduced)) * whole
+    else:
+        yield "reduce-scatter", over, ring(n) * whole
+        yield "all-reduce", reduced, 2 * ring(_devices(layout, reduced)) * whole / n
+
+
+def _cuts_tiles(layout: Layout, whole: float, devices: int) -> bool:
+    """Whether a device would get neither whole tiles of V nor of D of a table."""
+    columns = layout.shape.embed / devices
+    rows = whole / layout.shape.embed / devices
+    return rows % TILE_ROWS != 0 and columns % TILE_COLUMNS != 0
 
 
 def of_optimizer(layout: Layout, optimizer: str, offload: str = "") -> list[Transfer]:
@@ -242,8 +271,10 @@ def optimizer_flops(layout: Layout, optimizer: str, offload: str = "") -> float:
     return flops
 
 
-def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[Transfer]:
-    """Transfers of activations between the devices that share a matmul.
+def of_modules(
+    layout: Layout, accumulate: int = 1, repeats: bool = False
+) -> Iterator[tuple[str, Transfer]]:
+    """(path of a module, transfer) of activations between the devices that share a matmul.
 
     Consider weights in use with an axis of the residual stream, one that `in_use` maps to. If their
     other axes are split, each device has a partial sum: each module with such weights (not counting
@@ -284,7 +315,7 @@ def _of_activations(layout: Layout, accumulate: int, repeats: bool) -> Iterator[
         layers = module.startswith(LAYERS)
         for kind, share in (_kinds(layout) if repeats and layers else {"all-reduce": 1.0}).items():
             sent = elements * compute_bytes(layout) * share * (busy_share if layers else 1)
-            yield Transfer("activations", kind, frozenset(axes), sent)
+            yield module, Transfer("activations", kind, frozenset(axes), sent)
 
 
 def busy(layout: Layout, accumulate: int) -> float:

@@ -10,28 +10,11 @@ from recipes.instruments.prove import table
 from recipes.instruments.prove.cases import Case, prove
 from recipes.instruments.prove.precision import prove_precision
 from recipes.instruments.prove.subject import make_meshes
-from recipes.instruments.user_model import builder, load, load_batch, load_function
+from recipes.instruments.user_model import ModelFlags
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
-    model: str = flag("", "FILE.py:NAME of your nnx.Module.", group="model")
-    config: str = flag(
-        "", "Size of the model, a classmethod of the class Config in its file; empty: the model is built "
-        "from rngs alone.", group="model",
-    )  # fmt: skip
-    rules: str = flag(
-        "", "FILE.py:NAME of the sharding rules, a table or a dict of tables; empty: RULES in the model's "
-        "file.",
-    )  # fmt: skip
-    loss: str = flag(
-        "",
-        "FILE.py:NAME of a function of the model and the batch's arrays; empty: the model's method.",
-    )
-    batch: str = flag(
-        "", "FILE.py:NAME of a function that returns the batch, a dict of arrays; empty: random tokens, "
-        "for language models.", group="data",
-    )  # fmt: skip
+class Flags(ModelFlags):
     meshes: str = flag(
         "", "Meshes, comma-separated; with axis names, as in data=2,expert=4, separated by semicolons; "
         "empty: for each strategy, those of all devices that have its axes.",
@@ -60,17 +43,10 @@ def main(flags: Flags) -> None:
         raise UserError("no model is named; use --model=FILE.py:NAME")
     names = split(flags.meshes, ";" if "=" in flags.meshes else ",") if flags.meshes else []
     meshes = make_meshes(names)
-    model = load_function(flags.model, "--model")
-    file, _, _ = flags.model.rpartition(":")
-    rules = load(flags.rules or f"{file}:RULES", "--rules")
-    loss = load_function(flags.loss, "--loss") if flags.loss else None
-    batch = load_batch(flags.batch) if flags.batch else None
+    parts = flags.parts()
     if flags.dtype:
         precision = prove_precision(
-            builder(model, flags.config),
-            loss,
-            rules,
-            batch,
+            *parts,
             meshes,
             dtype=flags.dtype,
             batch_size=flags.batch_size,
@@ -91,10 +67,7 @@ def main(flags: Flags) -> None:
             print0(table.row(case), *table.details(case))
 
     proof = prove(
-        builder(model, flags.config),
-        loss,
-        rules,
-        batch,
+        *parts,
         meshes,
         auto=flags.auto,
         x64=flags.x64,

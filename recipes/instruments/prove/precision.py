@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -98,12 +99,15 @@ def prove_precision(
       batch_size, seq_len: of the training that is planned, at which the sums' terms are counted; 0: the
         batch's.
 
-    Raises UserError if these don't fit each other or the model states no dtype.
+    Raises UserError if these don't fit each other.
     """
     if dtype not in FORMATS:
         raise UserError(f"--dtype={dtype} is not one of {', '.join(FORMATS)}")
     made = make_meshes(meshes)
-    exact = make_subject(lambda: in_dtype(build(), "float32"), loss, rules, batch, _optimizer())
+    # Both start from numbers that parameters in 16 bits can hold, if the model has such.
+    exact = make_subject(
+        lambda: in_float32(in_dtype(build(), dtype)), loss, rules, batch, _optimizer()
+    )
     short = make_subject(lambda: in_dtype(build(), dtype), loss, rules, exact.batch, _optimizer())
     pairs, _ = layouts(short, made, auto)
     exact_pairs, _ = layouts(exact, made, auto)
@@ -134,25 +138,33 @@ def prove_precision(
 def in_dtype(model: nnx.Module, dtype: str) -> nnx.Module:
     """Makes a model compute in `dtype`: the field `dtype` of configs and of Flax's modules. Returns it.
 
-    Raises UserError if there is no such field.
+    Where nothing has that field, parameters are cast, because JAX computes in their dtype.
     """
-    stated = False
+    has_field = False
     node: Any
     for _, node in nnx.iter_graph(model):
         if not isinstance(node, nnx.Module):
             continue
         config: Any = vars(node).get("config")
-        if dataclasses.is_dataclass(config) and "dtype" in vars(config):
+        if dataclasses.is_dataclass(config) and "dtype" in dir(config):  # it may have slots
             vars(node)["config"] = dataclasses.replace(config, dtype=dtype)  # type: ignore
-            stated = True
+            has_field = True
         if "dtype" in vars(node):
-            vars(node)["dtype"] = jax.numpy.dtype(dtype)
-            stated = True
-    if not stated:
-        raise UserError(
-            f"{type(model).__name__} has no field dtype, in its config or in modules of Flax; add one, so "
-            f"that it can compute in {dtype}"
-        )
+            vars(node)["dtype"] = jnp.dtype(dtype)
+            has_field = True
+    return model if has_field else cast_params(model, dtype)
+
+
+def in_float32(model: nnx.Module) -> nnx.Module:
+    """Makes a model compute in float32, from parameters in float32. Returns it."""
+    return cast_params(in_dtype(model, "float32"), "float32")
+
+
+def cast_params(model: nnx.Module, dtype: str) -> nnx.Module:
+    """Casts a model's floating-point parameters. Returns it."""
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Param) and jnp.issubdtype(variable.dtype, jnp.floating):
+            variable.set_value(variable[...].astype(dtype))
     return model
 
 
@@ -173,9 +185,14 @@ def _gradients(layout: Layout, subject: Subject, initial: Tree) -> dict[str, np.
         example,
         compiler_options=options,
     )
-    state = jax.device_put(initial, shardings(abstract))
+    state = jax.device_put(jax.tree.map(_cast, initial, abstract), shardings(abstract))
     grads = jax.device_get(step(state, to_devices(subject.batch, layout)))
     return {path: np.asarray(x, np.float32) for path, x in paths(grads).items()}
+
+
+def _cast(x: Any, like: Any) -> Any:
+    """A random key's dtype has no `astype`."""
+    return x if x.dtype == like.dtype else x.astype(like.dtype)
 
 
 def _sums(

@@ -12,6 +12,8 @@ from jax.extend.core import (
     JaxprEqn,
 )
 
+from recipes.common.report.hlo import Frame
+
 KIT = "sharding.py"  # its helpers apply a constraint that their caller states
 # Primitives that move data between devices.
 COLLECTIVES = ("psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_gather_invariant",
@@ -26,15 +28,18 @@ def folder_of(model: nnx.Module) -> pathlib.Path:
 def source_line(eqn: JaxprEqn, folder: pathlib.Path) -> str:
     """Where in the folder an operation comes from, as "model.py:120"; "" if JAX doesn't know."""
     trace = eqn.source_info.traceback
-    return line_of([(x.file_name, x.line_num) for x in trace.frames] if trace else [], folder)
+    return line_of(
+        [Frame(x.file_name, x.line_num, x.function_name) for x in trace.frames] if trace else [],
+        folder,
+    )
 
 
-def line_of(frames: Iterable[tuple[str, int]], folder: pathlib.Path) -> str:
-    """The innermost of some calls, (file, line), that is in the folder; "" if none is."""
-    for file, line in frames:
-        path = pathlib.Path(file)
+def line_of(frames: Iterable[Frame], folder: pathlib.Path) -> str:
+    """The innermost of some calls that is in the folder; "" if none is."""
+    for frame in frames:
+        path = pathlib.Path(frame.file)
         if path.parent == folder and path.name != KIT:
-            return f"{path.name}:{line}"
+            return f"{path.name}:{frame.line}"
     return ""
 
 

@@ -1,0 +1,94 @@
+"""Text with masked tokens to fill in, for encoders (Devlin et al. 2019).
+
+Of the positions that data/text.py has targets for, 15% are drawn. A drawn position's token becomes the
+mask token in 80% of cases, a random token in 10% and stays in 10%; its target is what it was. All
+other targets are -1.
+
+Which positions are drawn is a function of (seed, number of the example, epoch), so batch k is one of
+(seed, k) on any number of processes. Held-out examples are always masked alike.
+"""
+
+import numpy as np
+
+from data import DataError, text
+from data.batches import Dataset, Example, Rows
+from data.tokenizer import BYTES, START, Tokenizer
+
+MASK = START + 1  # in bytes
+
+
+class Masked(Rows):
+    """Rows of a source of text, with masked tokens; see the module's docstring."""
+
+    def __init__(self, source: Rows, tokenizer: Tokenizer, rate: float, key: tuple[int, ...]):
+        """`key` and an example's number decide what is masked. Numbers go on after an epoch."""
+        self._source = source
+        self._rate = rate
+        self._key = key
+        self._mask = mask_token(tokenizer)
+        self._tokens = tokenizer.vocabulary  # a random token is below
+        self._special = [*tokenizer.special]  # never masked
+
+    def __len__(self):
+        return len(self._source)
+
+    def take(self, numbers: np.ndarray) -> Example:
+        batch = self._source.take(np.asarray(numbers) % len(self))
+        tokens_NT = batch["tokens"]
+        shape = (2, tokens_NT.shape[1])
+        drawn, other = np.empty((2, *tokens_NT.shape))
+        for row, number in enumerate(numbers):
+            random = np.random.default_rng((*self._key, int(number)))
+            drawn[row], other[row] = random.random(shape)
+        is_text = (batch["targets"] >= 0) & ~np.isin(tokens_NT, self._special)
+        chosen = is_text & (drawn < self._rate)
+        # `other` decides between the three cases, and draws the random token in the second.
+        part = np.clip((other - 0.8) / 0.1, 0, 1 - 1e-9)
+        random_NT = (part * self._tokens).astype(tokens_NT.dtype)
+        shown = np.where(other < 0.8, self._mask, np.where(other < 0.9, random_NT, tokens_NT))
+        return batch | {
+            "tokens": np.where(chosen, shown, tokens_NT).astype(np.int32),
+            "targets": np.where(chosen, tokens_NT, -1).astype(np.int32),
+        }
+
+
+def mask_token(tokenizer: Tokenizer) -> int:
+    """The id of the token that stands for a masked one. Raises DataError if there is none."""
+    if not tokenizer.files:
+        return MASK
+    found = tokenizer.control("mask")
+    if found is None:
+        raise DataError(
+            f"--tokenizer={tokenizer.name} names no mask_token in its tokenizer_config.json; use an "
+            "encoder's tokenizer, or bytes"
+        )
+    return found[0]
+
+
+def load(
+    dataset: str = "stdlib",
+    text_column: str = "text",
+    seq_len: int = 128,
+    tokenizer: Tokenizer | None = None,
+    pack: str = "",
+    eval_dataset: str = "",
+    mask_rate: float = 0.15,
+    seed: int = 0,
+) -> Dataset:
+    """Loads a dataset as `data.text.load` does, with masked tokens.
+
+    Args:
+      mask_rate: the share of positions that are targets.
+      seed: decides what is masked in training.
+
+    Raises DataError if there is no such text, too little, or no mask token.
+    """
+    tokenizer = tokenizer or BYTES
+    data = text.load(dataset, text_column, seq_len, tokenizer, pack, eval_dataset)
+    return data._replace(
+        train=Masked(data.train, tokenizer, mask_rate, key=(seed, 1)),
+        held_out=Masked(data.held_out, tokenizer, mask_rate, key=(0, 0)),
+        facts=data.facts | {"mask_rate": mask_rate},
+        held_out_bytes=None,
+        by_epoch=True,
+    )

@@ -1,0 +1,340 @@
+"""Preference pairs: a prompt with a chosen and a rejected answer.
+
+    {"prompt": "The capital of France is", "chosen": " Paris.", "rejected": " Rome."}
+    {"prompt": [{"role": "user", …}], "chosen": [{"role": "assistant", …}], "rejected": […]}
+    {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}   # a shared prompt
+    {"system": "…", "question": "…", "chosen": "…", "rejected": "…"}               # other names
+
+Messages are rendered by the model's chat template, texts are taken as they are, or, with `chat`, as
+messages. Only answers are targets, as in conversations.py. A row of a batch is a pair, so both of its
+answers are always on the same device.
+
+The default pairs are made from the standard library's source: the chosen answer continues a text,
+the rejected one is that continuation with letters swapped.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data import DataError, conversations, sources
+from data.batches import Dataset, Example, Rows
+from data.conversations import PAIRS, Document, checked_messages, documents
+from data.tokenizer import BYTES, Tokenizer
+
+# Names of the columns in well-known datasets.
+ANSWERS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+PROMPTS = ("prompt", "instruction", "question", "input", "query", "conversations")
+HELD_OUT = 20  # one prompt of so many is held out, if the dataset has no split for it
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # of {"from": …, "value": …}
+TURN = "\n\nAssistant:"  # begins an answer in dialogues that are one text
+# Of pairs made from a text: bytes of the prompt and of the answer, and pairs of a file at most, for
+# training and held out.
+PROMPT, ANSWER, OF_A_FILE = 64, 64, (4, 16)
+
+
+class Made(NamedTuple):
+    """A pair as tokens."""
+
+    prompt: str  # decides whether it is held out
+    chosen: Document
+    rejected: Document
+
+
+def load(
+    dataset: str = "stdlib",
+    seq_len: int = 128,
+    tokenizer: Tokenizer | None = None,
+    eval_dataset: str = "",
+    chat: bool = False,
+) -> Dataset:
+    """Loads pairs, each of whose answers has at most seq_len positions with its prompt.
+
+    Args:
+      dataset: stdlib, or JSON Lines, Parquet, CSV or hf: datasets as in `sources.find`.
+      tokenizer: None means bytes.
+      eval_dataset: the held-out pairs; without it, a twentieth of the prompts, at least one.
+      chat: whether texts are messages.
+
+    Raises DataError if there are no such pairs, or a row has another form.
+    """
+    tokenizer = tokenizer or BYTES
+    train, held_out = _read(dataset, tokenizer, chat)
+    if eval_dataset:
+        train += held_out or []
+        given, of_split = _read(eval_dataset, tokenizer, chat)
+        held_out = given + (of_split or [])
+    elif held_out is None:
+        train, held_out = _split(train, dataset)
+    parts = {"Training data": Pairs(train, seq_len), "Held out": Pairs(held_out, seq_len)}
+    notes = []
+    for what, pairs in parts.items():
+        notes += pairs.notes(what, tokenizer)
+        if not len(pairs):
+            raise DataError(
+                f"--dataset={dataset} has no {what.lower()} pair whose answers both begin, and differ, "
+                f"within --seq_len={seq_len} tokens; --seq_len={pairs.longest} keeps all whole"
+            )
+    digest = hashlib.sha256()
+    for pairs in parts.values():
+        digest.update(pairs.fingerprint)
+    zeros, nothing = np.zeros(seq_len, np.int32), np.full(seq_len, -1, np.int32)
+    return Dataset(
+        train=parts["Training data"],
+        held_out=parts["Held out"],
+        filler={
+            "tokens": zeros,
+            "targets": nothing,
+            "rejected_tokens": zeros,
+            "rejected_targets": nothing,
+        },
+        unit="tokens",
+        units=2 * seq_len,
+        config={"vocab_size": tokenizer.size} if tokenizer.files else {},
+        facts={"dataset": dataset, "seq_len": seq_len, "fingerprint": digest.hexdigest()}
+        | ({"eval_dataset": eval_dataset} if eval_dataset else {})
+        | ({"tokenizer": tokenizer.sha256} if tokenizer.files else {}),
+        notes=tuple(notes),
+    )
+
+
+class Pairs(Rows):
+    """Pairs as rows: `tokens` and `targets` of the chosen answer, `rejected_…` of the other.
+
+    A row has `length` positions. Longer answers are cut; a pair is left out if a cut leaves one of its
+    answers without a target, or both alike.
+    """
+
+    def __init__(self, pairs: list[Made], length: int):
+        self._length = length
+        self.found, self.cut, self.lost, self.of = len(pairs), 0, 0, 0
+        self.longest = max((len(x.tokens) - 1 for _, *both in pairs for x in both), default=0)
+        kept = []
+        for _, *both in pairs:
+            sides = [Document(x.tokens[: length + 1], x.targets[: length + 1]) for x in both]
+            self.of += sum(int(x.targets.sum()) for x in both)
+            self.cut += sum(len(x.tokens) > length + 1 for x in both)
+            if all(x.targets.any() for x in sides) and not _same(*sides):
+                kept += sides
+        self.lost = self.of - sum(int(x.targets.sum()) for x in kept)
+        ends = np.cumsum([0, *(len(x.tokens) for x in kept)])
+        self._ends: list[int] = ends.tolist()
+        self._tokens = np.concatenate([np.zeros(0, np.int32), *(x.tokens for x in kept)])
+        self._targets = np.concatenate([np.zeros(0, bool), *(x.targets for x in kept)])
+
+    def __len__(self):
+        return (len(self._ends) - 1) // 2
+
+    @property
+    def fingerprint(self) -> bytes:
+        parts = (self._tokens, self._targets, np.array(self._ends))
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).digest()
+
+    def take(self, indices: np.ndarray) -> Example:
+        batch: Example = {}
+        for side, prefix in enumerate(("", "rejected_")):
+            tokens_NT = np.zeros((len(indices), self._length), np.int32)
+            targets_NT = np.full_like(tokens_NT, -1)
+            for n, index in enumerate(indices):
+                number = 2 * int(index) + side
+                begin, end = self._ends[number], self._ends[number + 1]
+                tokens = self._tokens[begin:end]
+                is_target = self._targets[begin + 1 : end]
+                tokens_NT[n, : len(tokens) - 1] = tokens[:-1]
+                targets_NT[n, : len(tokens) - 1] = np.where(is_target, tokens[1:], -1)
+            batch |= {f"{prefix}tokens": tokens_NT, f"{prefix}targets": targets_NT}
+        return batch
+
+    def notes(self, what: str, tokenizer: Tokenizer) -> Iterator[str]:
+        """Lines to print: how many pairs there are, and what is cut."""
+        yield f"{what}: {len(self):,} pairs, {self.of - self.lost:,} tokens of answers."
+        if self.cut or len(self) < self.found:
+            yield (
+                f"warning: {self.cut:,} of {2 * self.found:,} answers are cut at --seq_len={self._length} "
+                f"and {self.found - len(self):,} pairs left out, which loses {self.lost:,} of "
+                f"{self.of:,} tokens; --seq_len={self.longest} keeps all."
+            )
+
+
+def _same(a: Document, b: Document) -> bool:
+    return np.array_equal(a.tokens, b.tokens) and np.array_equal(a.targets, b.targets)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def _read(dataset: str, tokenizer: Tokenizer, chat: bool) -> tuple[list[Made], list[Made] | None]:
+    """(pairs, held-out pairs) of a dataset; None if it has no split for these."""
+    if dataset == "stdlib":
+        return _from_text(tokenizer)
+    made, held_out = (
+        None if rows is None else [_made(row, where, tokenizer, chat) for where, row in rows]
+        for rows in sources.rows(dataset)
+    )
+    return made or [], held_out
+
+
+def _split(pairs: list[Made], dataset: str) -> tuple[list[Made], list[Made]]:
+    """(training pairs, held-out pairs): those of a twentieth of the prompts, at least of one."""
+
+    def digest(pair: Made) -> bytes:
+        return hashlib.sha256(pair.prompt.encode()).digest()
+
+    prompts = sorted({*map(digest, pairs)})
+    if len(prompts) < 2:
+        raise DataError(
+            f"--dataset={dataset} has {len(prompts) or 'no'} prompt{'s' * (not prompts)}, and one is held "
+            "out to evaluate on; add rows, or use --eval_dataset=FILE, which may be the same file"
+        )
+    last = prompts[max(1, len(prompts) // HELD_OUT) - 1]
+    return [p for p in pairs if digest(p) > last], [p for p in pairs if digest(p) <= last]
+
+
+def _made(row: Any, where: str, tokenizer: Tokenizer, chat: bool) -> Made:
+    """Tokenizes a row. Raises DataError, naming it, if it is no pair."""
+    prompt, *answers = pair_of(row, where, chat)
+    context = {name: row[name] for name in conversations.CONTEXT if row.get(name) is not None}
+    sides = {f"{where} ({name})": answer for name, answer in zip(ANSWERS[0], answers, strict=True)}
+    checked = {
+        side: conversations.checked({"prompt": prompt, "completion": answer} | context, PAIRS, side)
+        for side, answer in sides.items()
+    }
+    made = {side: documents(row, tokenizer, side) for side, row in checked.items()}
+    for side, turns in made.items():
+        if len(turns) > 1:
+            raise DataError(
+                f"{side} has {len(turns)} turns of the assistant, which the chat template renders one by one; "
+                "keep the last one, and put the others into the prompt"
+            )
+    chosen, rejected = (turns[0] for turns in made.values())
+    return Made(json.dumps(prompt, sort_keys=True), chosen, rejected)
+
+
+def pair_of(row: Any, where: str, chat: bool = False) -> tuple[Any, Any, Any]:
+    """(prompt, chosen, rejected) of a row: three texts, or three lists of messages.
+
+    Raises DataError, naming the row, if it has another form.
+    """
+    columns = list(row) if isinstance(row, dict) else []
+    names = next((names for names in ANSWERS if {*names} & {*columns}), ANSWERS[0])
+    for name in names:
+        if name not in columns or row[name] is None:
+            what = "has null in" if name in columns else "has no column"
+            raise DataError(
+                f"{where} {what} {name!r}; a row has a prompt, and a chosen and a rejected answer, and "
+                f"this one has {', '.join(columns) or 'none'}"
+            )
+    answers: list[Any] = [_plain(row[name], name, where) for name in names]
+    column = next((name for name in PROMPTS if row.get(name) is not None), "")
+    prompt = _plain(row[column], column, where) if column else None
+    if isinstance(answers[0], str) != isinstance(answers[1], str):
+        raise DataError(
+            f"{where} mixes a text and messages in {' and '.join(names)}; use two texts, or two lists "
+            "of messages"
+        )
+    if isinstance(answers[0], str):
+        if isinstance(prompt, list):  # of messages, with an answer that is a text
+            answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+        else:
+            prompt, answers = _without_prompt(prompt, answers)
+            if chat:
+                answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+    if isinstance(answers[0], list):
+        prompt, answers = _messages(prompt, answers, row.get("system"))
+    for name, answer in zip(names, answers, strict=True):
+        if not (answer.strip() if isinstance(answer, str) else answer):
+            raise DataError(f"{where} has an empty {name} answer; remove the row")
+    if answers[0] == answers[1]:
+        raise DataError(f"{where} has equal {' and '.join(names)} answers; remove the row")
+    chosen, rejected = answers
+    return prompt, chosen, rejected
+
+
+def _plain(value: Any, name: str, where: str) -> Any:
+    """A text, or checked messages: a list of them, one alone, or {"messages": […]}."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        value = value["messages"] if isinstance(value.get("messages"), list) else [value]
+    if isinstance(value, list):
+        value = [
+            {"role": ROLES.get(one["from"], one["from"]), "content": one["value"]}
+            if isinstance(one, dict) and {"from", "value"} <= {*one} else one
+            for one in value
+        ]  # fmt: skip
+    return checked_messages(value, name, where)
+
+
+def _without_prompt(prompt: str | None, answers: list[str]) -> tuple[str, list[str]]:
+    """(prompt, answers) of texts that may each begin with the prompt."""
+    if prompt is not None:
+        if prompt and all(answer.startswith(prompt) for answer in answers):
+            answers = [answer[len(prompt) :] for answer in answers]
+        return prompt, answers
+    chosen, rejected = answers
+    shared = next(
+        (n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None
+    )
+    shared = min(len(chosen), len(rejected)) if shared is None else shared
+    turn = chosen.rfind(TURN, 0, shared)
+    # Answers may begin with the same words; without turns, they begin after the last shared line.
+    begin = turn + len(TURN) if turn >= 0 else chosen.rfind("\n", 0, shared) + 1
+    return chosen[:begin], [answer[begin:] for answer in answers]
+
+
+def _messages(prompt: Any, answers: list[Any], system: str | None) -> tuple[list, list[list]]:
+    """(prompt, answers) of messages that may each begin with the prompt."""
+    shared = 0
+    while shared < min(map(len, answers)) and answers[0][shared] == answers[1][shared]:
+        shared += 1
+    before = answers[0][:shared]
+    if isinstance(prompt, str) and not before:
+        before = [{"role": "user", "content": prompt}] if prompt else []
+    elif isinstance(prompt, list) and before[: len(prompt)] != prompt:
+        before = [*prompt, *before]
+    if system and not (before and before[0]["role"] == "system"):
+        before = [{"role": "system", "content": system}, *before]
+    return before, [answer[shared:] for answer in answers]
+
+
+# ---- pairs made from a text ----------------------------------------------------------------------
+
+
+def _from_text(tokenizer: Tokenizer) -> tuple[list[Made], list[Made]]:
+    splits: tuple[list[Made], list[Made]] = ([], [])
+    (source,) = sources.find("stdlib")
+    for part in source.parts():
+        text = part.text.decode(errors="ignore")
+        room = len(text) - PROMPT - ANSWER
+        if not part.begins or room <= 0:
+            continue
+        random = np.random.default_rng(
+            int.from_bytes(hashlib.sha256(part.text).digest()[:8], "big")
+        )
+        for begin in sorted(random.integers(0, room, OF_A_FILE[part.held_out])):
+            prompt = text[begin : begin + PROMPT]
+            chosen = text[begin + PROMPT : begin + PROMPT + ANSWER]
+            rejected = swap_letters(chosen, random)
+            if rejected == chosen or not (prompt + chosen).isascii():  # a token is a byte
+                continue
+            row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            splits[part.held_out].append(
+                _made(row, "a pair of the standard library", tokenizer, False)
+            )
+    return splits
+
+
+def swap_letters(text: str, random: np.random.Generator) -> str:
+    """Swaps neighbouring letters here and there, like a hasty typist."""
+    letters = list(text)
+    n = 0
+    while n + 1 < len(letters):
+        both = letters[n] + letters[n + 1]
+        if both.isalpha() and random.random() < 0.1:
+            letters[n], letters[n + 1] = letters[n + 1], letters[n]
+            n += 1
+        n += 1
+    return "".join(letters)

@@ -1,0 +1,1 @@
+"""Preference tuning: the losses of pairs of answers, and the reference they are compared with."""

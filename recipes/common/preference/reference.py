@@ -1,0 +1,83 @@
+"""The reference of preference tuning: the checkpoint that the run starts from, frozen."""
+
+import dataclasses
+import functools
+
+from recipes.common import checkpoint
+from recipes.common.checkpoint import RunFolder, Source
+from recipes.common.checkpoint.lora import content_sha256
+from recipes.common.preference.flags import STORED, Reference
+from recipes.common.preference.losses import WITH_REFERENCE, Loss
+from recipes.common.report.report import bytes_per_device, size
+from recipes.common.runtime import Run, UserError
+from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.sharding.rules import check_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A second model that nothing trains, on the mesh of the first."""
+
+    layout: Layout
+    source: Source  # what it is
+    dtype: str  # of matmul weights; "": as they are stored
+    shares_weights: bool = False  # it is the first model without its adapter
+
+    @functools.cached_property
+    def key(self) -> list[str]:
+        """What decides its log-probabilities."""
+        return [content_sha256(self.source), self.dtype, self.layout.config.dtype]
+
+    def abstract(self) -> Tree:
+        """Its variables as ShapeDtypeStructs with shardings."""
+        return checkpoint.variables_of_dtype(self.layout, self.dtype)
+
+    def read(self) -> Tree:
+        """Its variables, each shard read onto its own device."""
+        return checkpoint.restore_variables(self.source, self.layout, self.dtype)
+
+
+def choose(
+    loss: Loss, flags: Reference, layout: Layout, model: type, folder: RunFolder, run: Run
+) -> Frozen | None:
+    """The reference of a run; None: its loss has none. Raises UserError if it doesn't fit or is gone.
+
+    Args:
+      layout: the policy's, a pair a row.
+    """
+    named = {name: value for name, value in vars(flags).items() if value}
+    if loss.loss not in WITH_REFERENCE:
+        for name, value in named.items():
+            raise UserError(f"--{name}={value} is for a reference, which --loss={loss.loss} lacks")
+        return None
+    source = folder.source
+    if source is None:  # a resumed run
+        source = checkpoint.find(folder.flags["restore_from"], hash_files=run.verify)
+    # A run that trains an adapter further starts from the base with that adapter, not from the base.
+    shares_weights = bool(layout.config.lora_rank) and not named and "base" not in source.metadata
+    dtype = flags.reference_dtype
+    config = dataclasses.replace(layout.config, lora_rank=0, dtype=dtype or layout.config.dtype)
+    rules, answers = flags.reference_rules or run.rules, 2 * layout.batch_size
+    try:  # its rules may leave a mesh axis unused
+        its = make_layout(model, config, layout.mesh, rules, seq_len=layout.seq_len)
+        check_batch(its.strategy, its.rules, its.mesh, answers, microbatches=1)
+    except UserError as error:  # the run's own rules were found to fit
+        raise UserError(str(error).replace("--rules", "--reference_rules")) from None
+    its.check_whole("the reference")
+    checkpoint.check_variables(source, its)
+    its = dataclasses.replace(its, batch_size=answers)
+    return Frozen(its, source, dtype, shares_weights)
+
+
+def describe(reference: Frozen | None, flags: Reference) -> list[str]:
+    """A line of the report about the reference and its memory."""
+    if reference is None:
+        return ["Reference: none."]
+    if reference.shares_weights:
+        return ["Reference: the model without its adapter, which takes no more memory for weights."]
+    held = size(bytes_per_device(reference.abstract()))
+    until = " until its log-probabilities are stored" * (flags.reference == STORED)
+    return [
+        f"Reference: a frozen copy of {reference.source.path.name}, rules {reference.layout.strategy}, "
+        f"{held} per device{until}."
+    ]

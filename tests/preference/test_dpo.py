@@ -1,0 +1,320 @@
+"""recipes.dpo: the objective of pairs on every mesh, whatever computes the reference; whole runs."""
+
+import dataclasses
+import functools
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from recipes import dpo
+from recipes.common import entries
+from recipes.common.preference.losses import Loss
+from recipes.common.preference.objective import Objective
+from recipes.common.report import report
+from recipes.common.runtime.errors import UserError
+from recipes.common.runtime.flags import parse
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train.step import TrainStep, gradients
+from tests.conftest import full_except
+from tests.support.entries import LR, OPTIMIZER
+from tests.support.models import random_values
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
+from tests.support.runs import assert_bit_equal, records, state_of, talker
+from zoo.transformer import Transformer
+
+pytestmark = pytest.mark.promise("preferences")
+
+PAIRS, LENGTH = 8, 16
+LOSS = Loss("dpo", 0.5)
+TOLERANCE = 1e-5
+
+
+def batch_of_pairs() -> dict[str, np.ndarray]:
+    """Answers of unequal lengths after a shared prompt; the last row is padding."""
+    random, batch = np.random.default_rng(0), {}
+    tokens = random.integers(0, 257, (2, PAIRS, LENGTH + 1), np.int32)
+    tokens[1, :, :6] = tokens[0, :, :6]
+    for side, prefix in enumerate(("", "rejected_")):
+        targets = tokens[side, :, 1:].copy()
+        targets[:, :5] = -1
+        for row in range(PAIRS):
+            targets[row, LENGTH - (row + side) % 4 :] = -1
+        targets[-1] = -1
+        batch |= {f"{prefix}tokens": tokens[side, :, :-1], f"{prefix}targets": targets}
+    return batch
+
+
+BATCH = batch_of_pairs()
+
+
+def config_of(entry: str, **changes):
+    config = entries.sizes(entry)["tiny"]()
+    return dataclasses.replace(config, loss_chunk=8, **changes)
+
+
+def layout_on(mesh: str, strategy: str, config, model=Transformer, rows=PAIRS):
+    return make_layout(model, config, make_mesh(mesh), strategy, batch_size=rows, seq_len=LENGTH)
+
+
+def values(layout, seed: int):
+    variables = layout.variables()
+    return jax.device_put(random_values(layout.model.shapes, seed), shardings(variables))
+
+
+@functools.cache
+def figures(
+    mesh: str = "1x1", strategy: str = "", reference: str = "copy", rules: str = "",
+    lora: int = 0, microbatches: int = 1, entry: str = "transformer",
+):  # fmt: skip
+    """(metrics, gradients) of a policy with random weights, and another random model as reference."""
+    model = entries.model(entry)
+    layout = layout_on(mesh, strategy, config_of(entry, lora_rank=lora), model)
+    its = layout_on(mesh, rules or strategy, config_of(entry), model, rows=0)
+    layout = dataclasses.replace(layout, model=layout.model._replace(loss=Objective(LOSS, its)))
+    state, batch = values(layout, 0), BATCH
+    frozen = values(its, 1 if not lora else 0)
+    if lora:  # the adapter's base is the reference's weights, so both references are the same
+        state = state | {"base": frozen["params"]}
+    if reference == "copy":
+        state = state | {"frozen": frozen}
+    elif reference == "stored":
+        pair_B2 = its.compile(
+            Objective(LOSS, its).reference_pair, frozen,
+            jax.device_put(BATCH, its.batch_shardings(BATCH)), compiler_options=QUICK,
+        )(frozen, jax.device_put(BATCH, its.batch_shardings(BATCH)))  # fmt: skip
+        chosen_B, rejected_B = np.asarray(pair_B2).T
+        batch = BATCH | {"reference_chosen": chosen_B, "reference_rejected": rejected_B}
+    placed = jax.device_put(batch, layout.batch_shardings(batch))
+
+    def both(state, batch):
+        grads, _, means = gradients(layout, state, batch, microbatches)
+        return means, grads
+
+    means, grads = layout.compile(both, state, placed, compiler_options=QUICK)(state, placed)
+    return (
+        {name: float(mean) for name, mean in means.items()},
+        {path: np.asarray(x) for path, x in paths(grads).items()},
+    )
+
+
+def assert_equal(found, expected):
+    means, grads = found
+    assert {*means} <= {*expected[0]}, "stored numbers give no kl"
+    for name, mean in means.items():
+        # A reward is a difference of sums of a dozen numbers.
+        np.testing.assert_allclose(mean, expected[0][name], rtol=TOLERANCE, atol=2e-5, err_msg=name)
+    whole = np.sqrt(sum(np.sum(gradient**2) for gradient in expected[1].values()))
+    for path, gradient in expected[1].items():  # of a key's bias, zero but for rounding
+        size = max(np.linalg.norm(gradient), 1e-3 * whole)
+        error = np.linalg.norm(grads[path] - gradient) / size
+        assert error < TOLERANCE, (path, error)
+
+
+def test_the_objective_is_the_definition_on_logits():
+    means, _ = figures()
+    layout = layout_on("1x1", "", config_of("transformer"))
+    forward = layout.compile(
+        lambda variables, tokens_BT: layout.model.merge(variables)(tokens_BT),
+        layout.variables(), BATCH["tokens"], compiler_options=QUICK,
+    )  # fmt: skip
+
+    def log_probs(seed: int, prefix: str) -> np.ndarray:
+        logits_BTV = np.asarray(forward(values(layout, seed), BATCH[f"{prefix}tokens"]), np.float64)
+        targets_BT = BATCH[f"{prefix}targets"]
+        log_sum_BT = np.log(np.exp(logits_BTV).sum(axis=-1))
+        picked_BT = np.take_along_axis(logits_BTV, np.maximum(targets_BT, 0)[..., None], 2)[..., 0]
+        return np.where(targets_BT < 0, 0, picked_BT - log_sum_BT)
+
+    policy, reference = ([log_probs(seed, p) for p in ("", "rejected_")] for seed in (0, 1))
+    reward = [LOSS.beta * (a - b).sum(axis=1)[:-1] for a, b in zip(policy, reference, strict=True)]
+    margin = reward[0] - reward[1]
+    ratios = np.concatenate([(a - b) for a, b in zip(policy, reference, strict=True)])
+    count = sum((BATCH[f"{p}targets"] >= 0).sum() for p in ("", "rejected_"))
+    expected = {
+        "loss": np.log1p(np.exp(-margin)).mean(), "margin": margin.mean(),
+        "accuracy": (margin > 0).mean(), "reward_chosen": reward[0].mean(),
+        "reward_rejected": reward[1].mean(), "kl": (np.exp(ratios) - 1 - ratios).sum() / count,
+    }  # fmt: skip
+    assert means.keys() == expected.keys()
+    for name, mean in expected.items():
+        np.testing.assert_allclose(means[name], mean, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+CASES = {
+    "stored": {"reference": "stored"},
+    "microbatches": {"microbatches": 2},
+    "fsdp_tp": {"mesh": "4x2", "strategy": "fsdp_tp"},
+    "fsdp_tp, reference dp": {"mesh": "4x2", "strategy": "fsdp_tp", "rules": "dp"},
+    "fsdp_tp, reference fsdp": {"mesh": "4x2", "strategy": "fsdp_tp", "rules": "fsdp"},
+    "dp, reference tp": {"mesh": "4x2", "strategy": "dp", "rules": "tp"},
+    "fsdp_tp, stored by fsdp": {
+        "mesh": "4x2", "strategy": "fsdp_tp", "rules": "fsdp", "reference": "stored",
+    },
+    "fsdp_tp_sp": {"mesh": "4x2", "strategy": "fsdp_tp_sp"},
+    "tp": {"mesh": "1x8", "strategy": "tp"},
+    "fsdp": {"mesh": "8", "strategy": "fsdp"},
+    "hsdp_tp": {"mesh": "2x2x2", "strategy": "hsdp_tp"},
+    "fsdp_cp_tp": {"mesh": "data=2,seq=2,model=2", "strategy": "fsdp_cp_tp"},
+    "fsdp_cp_tp, reference tp": {
+        "mesh": "data=2,seq=2,model=2", "strategy": "fsdp_cp_tp", "rules": "fsdp_tp",
+    },
+}  # fmt: skip
+FAST = ["fsdp_tp, reference fsdp"]
+
+
+@pytest.mark.parametrize("name", full_except(CASES, FAST))
+def test_every_mesh_and_reference_give_the_same(name):
+    assert_equal(figures(**CASES[name]), figures())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["1x1", "4x2"])
+def test_without_its_adapter_a_model_is_its_base(mesh):
+    assert_equal(figures(mesh, reference="policy", lora=2), figures(lora=2))
+
+
+OTHERS = {
+    "moe": ("data=2,expert=4", {}), "gpt2": ("4x2", {}), "gemma3": ("4x2", {}),
+    "gpt_oss": ("data=2,expert=4", {}), "deepseek": ("data=2,expert=4", {}),
+    "qwen3_next": ("4x2", {}),
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("entry", OTHERS)
+def test_every_decoder_can_be_tuned(entry):
+    mesh, _ = OTHERS[entry]
+    assert_equal(figures(mesh, entry=entry), figures(entry=entry))
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+STEPS = 4
+FLAGS = (
+    "--seq_len=48", f"--steps={STEPS}", "--checkpoint_every=2", "--batch_size=4", "--log_every=1",
+    "--learning_rate=0.003", "--warmup_steps=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model with a chat template, and chats whose chosen answers are in capitals."""
+    folder = tmp_path_factory.mktemp("start")
+    talker(folder / "model", 48)
+    rows = []
+    for n in range(24):
+        prompt = [{"role": "user", "content": f"What is {n}?"}]
+        answers = [
+            [{"role": "assistant", "content": text}] for text in (f"IT IS {n}", f"it is {n}")
+        ]
+        rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def tune(start, monkeypatch, capsys):
+    """Runs recipes.dpo in this process; returns its output."""
+    monkeypatch.setenv("ZOO_CACHE", str(start / "cache"))
+
+    def run(*flags: str) -> str:
+        first = (f"--restore_from={start / 'model'}", f"--dataset={start / 'pairs.jsonl'}")
+        argv = [*first, *FLAGS, *flags]
+        dpo.main(*parse(argv, *dpo.defaults(*parse(argv, *dpo.NEW))))
+        return capsys.readouterr().out
+
+    return run
+
+
+def held_out(workdir) -> dict[str, float]:
+    *_, last = (workdir / "metrics.jsonl").read_text().splitlines()
+    return {k: v for k, v in json.loads(last).items() if k.startswith("held_out_")}
+
+
+def test_a_run_learns_and_resumes_bit_equal(tune, tmp_path, quick):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    out = tune("--mesh=4x2", f"--workdir={whole}")
+    assert "Reference: a frozen copy of model, rules fsdp_tp, " in out
+    assert "Training data: 23 pairs, " in out
+    ((loss,), *_) = records(whole, "loss")
+    assert loss == pytest.approx(np.log(2), rel=1e-6), "the policy is the reference at first"
+    shutil.copytree(whole, killed)  # as if it was killed after its first checkpoint
+    shutil.rmtree(killed / "checkpoints" / "4")
+    out = tune("--mesh=4x2", f"--workdir={killed}")
+    assert "Resumes at step 2, from " in out
+    assert_bit_equal(state_of(killed, 4), state_of(whole, 4))
+    assert records(killed, "loss", "margin", "accuracy") == records(
+        whole, "loss", "margin", "accuracy"
+    )
+    assert held_out(killed) == held_out(whole)
+    assert not [path for path in state_of(whole, 4) if path.startswith("frozen")]
+    margins = [margin for (margin,) in records(whole, "margin")]
+    assert margins[0] == pytest.approx(0, abs=1e-6)
+    assert margins[-1] > 0.1
+    assert held_out(whole)["held_out_accuracy"] == 1
+
+
+@pytest.mark.full
+def test_stored_numbers_train_the_same_model(tune, tmp_path, quick):
+    copy, stored, again = (tmp_path / name for name in ("copy", "stored", "again"))
+    tune("--mesh=4x2", f"--workdir={copy}")
+    flags = ("--mesh=4x2", "--reference=stored", "--reference_rules=fsdp")
+    assert "computes its log-probabilities of 24 pairs once" in tune(*flags, f"--workdir={stored}")
+    assert "its log-probabilities are read from" in tune(*flags, f"--workdir={again}")
+    assert_bit_equal(state_of(stored, 4), state_of(again, 4))
+    for name, value in held_out(stored).items():
+        assert value == pytest.approx(held_out(copy)[name], rel=1e-4, abs=1e-5), name
+    expected = state_of(copy, 4)
+    for path, x in state_of(stored, 4).items():
+        if path.startswith("params"):
+            np.testing.assert_allclose(x, expected[path], atol=1e-5, err_msg=path)
+
+
+def test_the_reference_of_an_adapter_takes_no_memory_for_weights():
+    layout = layout_on("4x2", "fsdp_tp", config_of("transformer", lora_rank=2))
+    its = layout_on("4x2", "fsdp_tp", config_of("transformer"))
+    layout = dataclasses.replace(layout, model=layout.model._replace(loss=Objective(LOSS, its)))
+    step = TrainStep(layout, OPTIMIZER, LR)
+    state, example = step.abstract_state(), {name: rows[0] for name, rows in BATCH.items()}
+    lowered = step.lower(state, example)
+    held = report.bytes_per_device((state, layout.abstract_batch(example)))
+    used = report.memory(lowered.compile(compiler_options=QUICK)).argument_size_in_bytes
+    base = report.bytes_per_device(its.variables())
+    assert held <= used < held + 0.01 * base
+
+
+def test_a_plan_counts_both_models(tune, tmp_path):
+    out = tune("--mesh=4x2", "--plan", f"--workdir={tmp_path / 'w'}", "--reference_dtype=bfloat16")
+    assert re.search(
+        r"Reference: a frozen copy of model, rules fsdp_tp, [\d.]+ kB per device\.", out
+    )
+    assert not (tmp_path / "w").exists()
+
+
+MISTAKES = {
+    "--beta=0": "--beta=0 must be ≥ 1e-06",
+    "--loss=orpo --reference=copy": "--reference=copy is for a reference, which --loss=orpo lacks",
+    "--loss=ipo --label_smoothing=0.1": "--label_smoothing=0.1 is for dpo and simpo, not --loss=ipo",
+    "--loss=orpo --length_normalized=false": "--length_normalized=false gives --loss=orpo odds of",
+    "--restore_from=mlp.digits": "--restore_from=mlp.digits is a 'mlp' model, which writes no answers",
+    "--reference_rules=no": "--reference_rules=no is not a strategy of this entry",
+    "--mesh=data=4,pipe=2": "preference tuning needs all layers on every device",
+    "--dataset=missing.jsonl": "--dataset=missing.jsonl does not exist",
+    "--tokenizer=bytes": "must be the tokenizer of",
+}
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_mistakes_are_one_line(flags, tune, tmp_path):
+    with pytest.raises((UserError, ValueError)) as error:
+        tune("--mesh=1", *flags.split(), f"--workdir={tmp_path / 'w'}")
+    assert MISTAKES[flags] in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "w").exists()

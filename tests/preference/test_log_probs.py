@@ -1,0 +1,116 @@
+"""Log-probabilities of answers: each position's, over shards of the vocabulary and chunks of positions."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recipes.common.report import report
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout
+from tests.conftest import full_except
+from tests.support.models import packed_batch, random_variables
+from tests.support.quick import QUICK
+from zoo.transformer import Config, Transformer
+
+pytestmark = pytest.mark.promise("preferences")
+
+ROWS = packed_batch()
+# Each row's log-probabilities count differently, as in a loss of pairs.
+WEIGHTS_B = np.linspace(-1, 2, 8, dtype=np.float32)
+MESHES = [("1x1", ""), ("4x2", "fsdp_tp"), ("1x8", "tp"), ("2x2x2", "hsdp_tp")]
+MESHES += [("data=2,seq=2,model=2", "fsdp_cp_tp"), ("data=1,seq=8", "fsdp_cp")]
+
+
+def layout_on(mesh: str, strategy: str, **changes):
+    config = dataclasses.replace(Config.tiny(), loss_chunk=8, **changes)
+    return make_layout(
+        Transformer,
+        config,
+        make_mesh(mesh),
+        strategy,
+        batch_size=8,
+        seq_len=ROWS["tokens"].shape[1],
+    )
+
+
+@functools.cache
+def log_probs_and_gradients(mesh: str, strategy: str):
+    layout = layout_on(mesh, strategy)
+
+    def weighted(variables, batch, weights_B):
+        log_probs_BT = layout.model.merge(variables).log_probs(**batch)
+        return (log_probs_BT.sum(axis=1) * weights_B).sum(), log_probs_BT
+
+    arguments = (
+        random_variables(layout),
+        *jax.device_put((ROWS, WEIGHTS_B), layout.batch_shardings((ROWS, WEIGHTS_B))),
+    )
+    program = layout.compile(
+        jax.value_and_grad(weighted, has_aux=True), *arguments, compiler_options=QUICK
+    )
+    (_, log_probs_BT), gradients = program(*arguments)
+    return np.asarray(log_probs_BT), {k: np.asarray(v) for k, v in paths(gradients).items()}
+
+
+@functools.cache
+def from_logits():
+    """The definition, from all logits, without chunks."""
+    layout = layout_on("1x1", "")
+
+    def weighted(variables):
+        logits_BTV = layout.model.merge(variables)(ROWS["tokens"], ROWS["segment_ids"])
+        log_probs_BTV = jax.nn.log_softmax(logits_BTV)
+        is_target_BTV = jnp.arange(log_probs_BTV.shape[-1]) == ROWS["targets"][..., None]
+        each_BT = jnp.where(is_target_BTV, log_probs_BTV, 0).sum(axis=-1)
+        return (each_BT.sum(axis=1) * WEIGHTS_B).sum(), (each_BT, logits_BTV)
+
+    with layout.trace():
+        (_, (each_BT, logits_BTV)), gradients = jax.jit(
+            jax.value_and_grad(weighted, has_aux=True), compiler_options=QUICK
+        )(random_variables(layout))
+    return np.asarray(each_BT), {k: np.asarray(v) for k, v in paths(gradients).items()}, logits_BTV
+
+
+def test_one_device_has_the_log_softmax_of_float64():
+    found_BT, gradients = log_probs_and_gradients("1x1", "")
+    _, expected, logits_BTV = from_logits()
+    logits_BTV = np.asarray(logits_BTV, np.float64)
+    log_sum_BT = np.log(np.exp(logits_BTV).sum(axis=-1))
+    targets_BT = ROWS["targets"]
+    picked_BT = np.take_along_axis(logits_BTV, np.maximum(targets_BT, 0)[..., None], 2)[..., 0]
+    each_BT = np.where(targets_BT < 0, 0, picked_BT - log_sum_BT)
+    np.testing.assert_allclose(found_BT, each_BT, atol=2e-6)
+    for path, gradient in expected.items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(gradients[path], gradient, atol=2e-6 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), full_except(MESHES[1:], [MESHES[4]]))
+def test_meshes_agree(mesh, strategy):
+    found_BT, gradients = log_probs_and_gradients(mesh, strategy)
+    expected_BT, expected = log_probs_and_gradients("1x1", "")
+    np.testing.assert_allclose(found_BT, expected_BT, atol=1e-5)
+    for path, gradient in expected.items():
+        error = np.linalg.norm(gradients[path] - gradient) / np.linalg.norm(gradient)
+        assert error < 1e-5, path
+
+
+def test_there_are_never_logits_of_all_positions():
+    layout = layout_on("4x2", "fsdp_tp", vocab_size=4096)
+    batch = layout.abstract_batch({name: rows[0] for name, rows in ROWS.items()})
+
+    def weighted(variables, batch):
+        return layout.model.merge(variables).log_probs(**batch).sum()
+
+    program = layout.compile(jax.grad(weighted), layout.variables(), batch, compiler_options=QUICK)
+    text = program.as_text() or ""
+    rows, positions, vocabulary = 2, ROWS["tokens"].shape[1], 4096 // 2  # of a device
+    for shape in (f"{rows},{positions},{vocabulary}", f"{rows * positions},{vocabulary}"):
+        assert shape not in text
+    assert f"{rows * 8},{vocabulary}" in text, "of a chunk"
+    assert report.memory(program).temp_size_in_bytes > 0

@@ -1,0 +1,284 @@
+"""BERT: an encoder of text, trained to fill masked tokens in (Devlin et al. 2019).
+
+Every position attends to all others of its document. RoBERTa and XLM-R are the same model. With
+`modern`, it is ModernBERT (Warner et al. 2024): norms before sublayers instead of after them, rotary
+embeddings in place of learned positions, GeGLU, no biases, and windows in two of three layers.
+
+A Decoder has all that remains, from the stack of layers to the loss: here the targets are the masked
+tokens themselves, and no mask is causal.
+
+Shapes: B batch, T positions, D embed, N heads, H head dim, F mlp, V vocab, L layers, P learned
+positions.
+
+    model = Bert(Config.tiny(), rngs=nnx.Rngs(0))
+    logits_BTV = model(tokens_BT)                # of the token at each position
+    x_BTD = model.encode(tokens_BT)              # its representation
+
+RULES, at the end of this file, shard it on a mesh; transformer.py shows how.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .attention import Attention, make_positions, stripe
+from .config import Compute
+from .decoder import Decoder
+from .gelu import GeluMLP, layer_norm
+from .layers import GatedMLP, Kind, add_bias, add_output, apply_norm, gather, multiply
+from .sharding import Rules, complete_tables, constrain, in_use, param, zeros
+from .stack import fit_rules, stack
+from .strategies import DECODER, DENSE_STACK, decoder_rules
+from .vocabulary import look_up, table_copies, unembed, vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Compute):
+    """The architecture. transformer.Config explains the fields without a comment."""
+
+    vocab_size: int
+    embed: int
+    num_layers: int
+    num_heads: int
+    mlp: int  # F, hidden width of the MLP
+    max_positions: int = 512  # P, most tokens of a row; 0: no learned positions
+    token_types: int = 2  # kinds of tokens, such as those of a first and a second text; 0: none
+    norm_eps: float = 1e-12
+    layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)
+    modern: bool = False  # norms come first, MLPs are gated, no biases: ModernBERT
+
+    tie_embeddings = True
+    causal = False
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = (*Compute.MAY_BE_ZERO, "max_positions", "token_types")
+
+    def __post_init__(self):
+        if self.embed % self.num_heads:
+            raise ValueError(f"embed={self.embed} is not divisible by num_heads={self.num_heads}")
+        super().__post_init__()
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed // self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def dense_layers(self) -> int:
+        """The first layer of ModernBERT is not like the others: it has no norm before attention."""
+        return int(self.modern)
+
+    @classmethod
+    def tiny(cls) -> "Config":
+        """137,664 parameters. For tests: every sharded dim is divisible by 8."""
+        return cls(384, 64, 2, num_heads=8, mlp=256, max_positions=128)
+
+    @classmethod
+    def small(cls) -> "Config":
+        """722,560 parameters. The laptop default, with bytes as tokens: ModernBERT's form."""
+        small = cls._modern(384, 128, 4, num_heads=8, mlp=256, window=17)
+        return dataclasses.replace(small, remat="dots")
+
+    @classmethod
+    def bert_base(cls) -> "Config":
+        """109,514,298 parameters. BERT base, uncased."""
+        return cls(30_522, 768, 12, num_heads=12, mlp=3_072)
+
+    @classmethod
+    def bert_large(cls) -> "Config":
+        """335,174,458 parameters. BERT large, uncased."""
+        return cls(30_522, 1_024, 24, num_heads=16, mlp=4_096)
+
+    @classmethod
+    def roberta_base(cls) -> "Config":
+        """124,695,897 parameters. RoBERTa base."""
+        roberta = dataclasses.replace(cls.bert_base(), vocab_size=50_265, token_types=1)
+        return dataclasses.replace(roberta, norm_eps=1e-5)
+
+    @classmethod
+    def xlmr_base(cls) -> "Config":
+        """278,293,650 parameters. XLM-R base."""
+        return dataclasses.replace(cls.roberta_base(), vocab_size=250_002)
+
+    @classmethod
+    def modern_base(cls) -> "Config":
+        """149,655,232 parameters. ModernBERT base, for rows of 8,192 tokens."""
+        return cls._modern(50_368, 768, 22, num_heads=12, mlp=1_152, window=65)
+
+    @classmethod
+    def modern_large(cls) -> "Config":
+        """395,881,664 parameters. ModernBERT large, for rows of 8,192 tokens."""
+        return cls._modern(50_368, 1_024, 28, num_heads=16, mlp=2_624, window=65)
+
+    @classmethod
+    def _modern(cls, *sizes: int, num_heads: int, mlp: int, window: int) -> "Config":
+        """A ModernBERT. One layer of three sees the whole row, the others `window` - 1 positions to
+        each side.
+        """
+        local = Kind(window=window, rope_theta=10_000.0)
+        kinds = (Kind(window=None, rope_theta=160_000.0), local, local)
+        return cls(
+            *sizes, num_heads=num_heads, mlp=mlp, max_positions=0, token_types=0, norm_eps=1e-5,
+            layer_kinds=kinds, modern=True,
+        )  # fmt: skip
+
+
+SIZES = {
+    "tiny": Config.tiny,
+    "small": Config.small,
+    "bert_base": Config.bert_base,
+    "bert_large": Config.bert_large,
+    "roberta_base": Config.roberta_base,
+    "xlmr_base": Config.xlmr_base,
+    "modern_base": Config.modern_base,
+    "modern_large": Config.modern_large,
+}
+
+# Axes that rules map; a weight's axis at rest → in use; dims that need not divide evenly.
+AXES = dataclasses.replace(
+    DECODER,
+    logical_axes=DECODER.logical_axes
+    | {
+        "positions": "both",  # P
+        "token_types": "both",
+        DENSE_STACK: "stack",  # the first layer of ModernBERT
+    },
+)
+
+
+def norm(config: Config) -> nnx.LayerNorm:
+    return layer_norm(config.embed, config.norm_eps, config.dtype, use_bias=not config.modern)
+
+
+class Layer(nnx.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x)); ModernBERT: x + attention(norm(x)), then
+    x + mlp(norm(x)).
+
+    Args:
+      dense: whether this is ModernBERT's first layer, whose input is normed already.
+    """
+
+    def __init__(self, config: Config, dense: bool = False, *, rngs: nnx.Rngs):
+        biases = () if config.modern else ("q", "k", "v", "o")
+        self.attention_norm = None if dense else norm(config)
+        self.attention = Attention(config, biases=biases, rngs=rngs)
+        self.mlp_norm = norm(config)
+        if config.modern:
+            gelu = functools.partial(jax.nn.gelu, approximate=False)
+            self.mlp = GatedMLP(config, activation=gelu, rngs=rngs)
+        else:
+            self.mlp = GeluMLP(config, approximate=False, rngs=rngs)
+        self.norms_first = config.modern
+
+    def __call__(self, x_BTD, positions, kind, past=None):
+        if self.norms_first:
+            normed_BTD = apply_norm(self.attention_norm, x_BTD)
+            out_BTD, kv = self.attention(normed_BTD, positions, kind, past)
+            x_BTD = add_output(x_BTD, out_BTD)
+            return add_output(x_BTD, self.mlp(self.mlp_norm(x_BTD))), kv, {}
+        out_BTD, kv = self.attention(x_BTD, positions, kind, past)
+        x_BTD = apply_norm(self.attention_norm, add_output(x_BTD, out_BTD))
+        x_BTD = self.mlp_norm(add_output(x_BTD, self.mlp(x_BTD)))
+        # Rules may split biases; the residual stream stays whole.
+        return constrain(x_BTD, "batch", "residual_seq", "act_embed"), kv, {}
+
+
+class Head(nnx.Module):
+    """norm(gelu(x · dense + bias)), which the table of tokens then unembeds."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        D = config.embed
+        self.dense = param(rngs, (D, D), ("embed", "norm"), D**-0.5)
+        self.bias = None if config.modern else zeros((D,), ("norm",))
+        self.norm = norm(config)
+
+    def __call__(self, x_BTD):
+        dense = in_use(self.dense, AXES.in_use, x_BTD.dtype)
+        x_BTD = add_bias(multiply(gather(x_BTD), dense, seq="residual_seq"), self.bias)
+        x_BTD = self.norm(jax.nn.gelu(x_BTD, approximate=False))
+        return constrain(x_BTD, "batch", "residual_seq", "act_embed")
+
+
+class Bert(Decoder):
+    """Tokens in, logits of the tokens at the same positions out. See the module's docstring.
+
+    Raises ValueError for rows of more than config.max_positions tokens, if positions are learned.
+    """
+
+    axes = AXES
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.config = config
+        P, K, D = config.max_positions, config.token_types, config.embed
+        self.embed = vocabulary(config, rngs=rngs)
+        table = functools.partial(param, rngs, stddev=D**-0.5)
+        self.positions = table((P, D), ("positions", "embed")) if P else None
+        self.token_types = table((K, D), ("token_types", "embed")) if K else None
+        self.embed_norm = norm(config)
+        first = config.dense_layers
+        layer = functools.partial(Layer, config)
+        if first:
+            self.dense = stack(functools.partial(layer, dense=True), first, rngs, axis=DENSE_STACK)
+        self.layers = stack(layer, config.num_layers - first, rngs)
+        self.output_norm = norm(config) if config.modern else None
+        self.head = Head(config, rngs=rngs)
+        self.unembed = None
+        self.unembed_bias = zeros((config.vocab_size,), ("vocab",))
+
+    @fit_rules
+    def __call__(self, tokens_BT, segment_ids_BT=None, types_BT=None) -> jax.Array:
+        """Returns logits [B, T, V] in float32, of the token at each position.
+
+        Args:
+          tokens_BT: int, below vocab_size. On a mesh, B must be divisible by the axes of `batch`.
+          segment_ids_BT: int; positions attend only within their own segment. None: one per row.
+            Padding is a segment of its own.
+          types_BT: int, below token_types; None: 0.
+        """
+        x_BTD = self.head(self.run(tokens_BT, segment_ids_BT, types_BT))
+        x_BTD = stripe(self.config, gather(x_BTD), "act_embed", back=True)
+        return unembed(x_BTD, self.tables()[-1], self.config, self.bias_copies())
+
+    @fit_rules
+    def encode(self, tokens_BT, segment_ids_BT=None, types_BT=None) -> jax.Array:
+        """Returns the representation of each position, [B, T, D]; arguments as in `__call__`."""
+        x_BTD = self.run(tokens_BT, segment_ids_BT, types_BT)
+        return stripe(self.config, gather(x_BTD), "act_embed", back=True)
+
+    def run(self, tokens_BT, segment_ids_BT, types_BT) -> jax.Array:
+        """The layers' output, [B, T, D], with T in the order that it has on the devices."""
+        tokens_BT, segment_ids_BT, types_BT = (
+            stripe(self.config, x_BT) for x_BT in (tokens_BT, segment_ids_BT, types_BT)
+        )
+        positions = make_positions(self.config, tokens_BT, segment_ids_BT)
+        x_BTD, _ = self.begin(self.tables(), tokens_BT, positions, types_BT=types_BT)
+        return apply_norm(self.output_norm, self.run_layers(x_BTD, positions)[0])
+
+    def embed_tokens(self, tables, tokens_BT, positions, types_BT=None):
+        """The normed sum of the embeddings of tokens, positions and types: [B, T, D]."""
+        T, P = tokens_BT.shape[1], self.config.max_positions
+        x_BTD = look_up(tables[0], tokens_BT)
+        if self.positions is not None:
+            if T > P:
+                raise ValueError(f"a row has {T} tokens, and the model has learned {P} positions")
+            number_BT = jnp.broadcast_to(positions.numbers_BT, tokens_BT.shape)
+            x_BTD += look_up(table_copies(self.positions, self.config.dtype), number_BT)
+        if self.token_types is not None:
+            types_BT = jnp.zeros_like(tokens_BT) if types_BT is None else types_BT
+            x_BTD += look_up(table_copies(self.token_types, self.config.dtype), types_BT)
+        return constrain(self.embed_norm(x_BTD), "batch", "residual_seq", "act_embed")
+
+    def final_norm(self, x_BTD) -> jax.Array:
+        """What the table unembeds, from the output of the layers."""
+        return self.head(apply_norm(self.output_norm, x_BTD))
+
+
+complete = functools.partial(complete_tables, AXES.logical_axes)
+
+# Strategy → logical axis → mesh axis. What each parallelism splits and costs: strategies.py.
+RULES: dict[str, Rules] = complete(decoder_rules())

@@ -1,0 +1,71 @@
+"""Log-probabilities of targets, chunk by chunk: for preference tuning.
+
+`Decoder.log_probs` alone uses this file, so a model can be copied and trained without it.
+
+Shapes: B batch, T positions, D embed, V vocab, R shards of B and T, M positions of one shard, C
+chunks.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .layers import gather
+from .sharding import constrain, reshape, shards
+from .vocabulary import (
+    SHARDS, cross_entropies, from_shards, in_chunks, product_gradients, table_product,
+)  # fmt: skip
+
+
+def log_probs(x_BTD, table_RVD, targets_BT, config):
+    """Log-probabilities of the targets, float32 [B, T]; 0 for targets below 0.
+
+    In chunks, like `cross_entropy`. Their cotangents may differ, so the backward pass computes each
+    chunk's logits again.
+    """
+    targets_BT = constrain(targets_BT, "batch", "seq")
+    x_CRMD = in_chunks(gather(x_BTD), config, "act_embed")
+    log_probs_CRM: Any = _log_probs(config, x_CRMD, table_RVD, in_chunks(targets_BT, config))
+    B, T = targets_BT.shape
+    return from_chunks(log_probs_CRM, (B, T))
+
+
+def from_chunks(x_CRM, shape: tuple[int, ...]):
+    """The inverse of `in_chunks`; shape: (B, T)."""
+    C, R, M = x_CRM.shape
+    rows = shape[0] // shards("batch")
+    x = reshape(x_CRM, (C, R, rows, M // rows), None, SHARDS, None, None)
+    x = reshape(jnp.moveaxis(x, 0, 2), (R, C * M), SHARDS, None)
+    return from_shards(x, shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _log_probs(config, x_CRMD, table_RVD, targets_CRM):
+    """Log-probabilities of the targets, float32 [C, R, M]."""
+
+    def chunk(_, x_and_targets):
+        x_RMD, targets_RM = x_and_targets
+        return None, -cross_entropies(config, table_product(x_RMD, table_RVD), targets_RM)
+
+    return jax.lax.scan(chunk, None, (x_CRMD, targets_CRM))[1]
+
+
+def _log_probs_backward(config, saved, grad_CRM):
+    x_CRMD, table_RVD, targets_CRM = saved
+
+    def chunk(table_grad_RVD, chunk):
+        x_RMD, targets_RM, grad_RM = chunk
+        nats = functools.partial(cross_entropies, config, targets_RM=targets_RM)
+        _, pull = jax.vjp(nats, table_product(x_RMD, table_RVD))
+        (grad_RMV,) = pull(-grad_RM)
+        x_grad_RMD, grad_RVD = product_gradients(grad_RMV, x_RMD, table_RVD)
+        return table_grad_RVD + grad_RVD, x_grad_RMD
+
+    zeros = jnp.zeros_like(table_RVD, dtype=jnp.float32)
+    table_grad_RVD, x_grad_CRMD = jax.lax.scan(chunk, zeros, (x_CRMD, targets_CRM, grad_CRM))
+    return x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype), None
+
+
+_log_probs.defvjp(lambda config, *saved: (_log_probs(config, *saved), saved), _log_probs_backward)
