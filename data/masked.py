@@ -36,7 +36,8 @@ class Masked(Rows):
         batch = self._source.take(np.asarray(numbers) % len(self))
         tokens_NT = batch["tokens"]
         shape = (2, tokens_NT.shape[1])
-        drawn, other = np.empty((2, *tokens_NT.shape))
+        drawn = np.empty(tokens_NT.shape)
+        other = np.empty(tokens_NT.shape)
         for row, number in enumerate(numbers):
             random = np.random.default_rng((*self._key, int(number)))
             drawn[row], other[row] = random.random(shape)
@@ -85,6 +86,8 @@ def load(
     """
     tokenizer = tokenizer or BYTES
     data = text.load(dataset, text_column, seq_len, tokenizer, pack, eval_dataset)
+    assert isinstance(data.train, Rows)
+    assert isinstance(data.held_out, Rows)
     return data._replace(
         train=Masked(data.train, tokenizer, mask_rate, key=(seed, 1)),
         held_out=Masked(data.held_out, tokenizer, mask_rate, key=(0, 0)),

@@ -74,7 +74,8 @@ def page(batch_size: int = 64) -> str:
 
 
 def page_of(shown: explorer.Shown) -> str:
-    with mock.patch.multiple(explorer, SIZES=FEW, DEVICES=COUNTS):
+    sizes = {"default_size": lambda entry: FEW[entry][-1], "SIZES": FEW}
+    with mock.patch.multiple(explorer, DEVICES=COUNTS, **sizes):
         return explorer.page(FEW, shown, "clone/")
 
 
@@ -206,8 +207,8 @@ def test_the_page_shows_what_python_computes(browse):
 @pytest.mark.full
 @pytest.mark.parametrize("name", entries.ENTRIES)
 def test_the_data_of_every_entry_is_what_python_computes(name):
-    size = [*entries.sizes(name)][-1]
-    with mock.patch.object(explorer, "SIZES", {name: [size]}):
+    size = explorer.default_size(name)
+    with mock.patch.object(explorer, "SIZES", {}):
         of_entry = explorer.tables(name, BEGINS._replace(entry=""), [16])
     of_size, tables = of_entry["sizes"][size], {"rows": [64, 512], "entries": {name: of_entry}}
     batches = [*itertools.product(tables["rows"], of_size["lengths"])]

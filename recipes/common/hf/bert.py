@@ -95,7 +95,7 @@ MODERN_UNUSED = {
 THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
 
 
-def sizes(file: ConfigFile) -> dict[str, int]:
+def sizes(file: ConfigFile) -> dict[str, Any]:
     found = {ours: file.number(key) for ours, key in SIZES.items()}
     if found["embed"] % found["num_heads"]:
         raise file.refused("num_attention_heads", found["num_heads"])
@@ -129,7 +129,9 @@ def bert(
       in_front: rows of the table of positions before the first position.
     """
     dense, norm, bias = (f"{prefix_of_head}.{name}" for name in head)
-    table = {path: (f"{prefix}.{name}", *dims) for path, (name, *dims) in ENCODER.items()} | {
+    table: Table = {
+        path: (f"{prefix}.{name}", ours, theirs) for path, (name, ours, theirs) in ENCODER.items()
+    } | {
         "head/dense": (f"{dense}.weight", "DE", "E D"),
         "head/bias": (f"{dense}.bias", "D", "D"),
         "head/norm/scale": (f"{norm}.weight", "D", "D"),

@@ -75,7 +75,7 @@ def of_flags(flags: Flags) -> explorer.Shown:
     """Returns the state of the flags. Raises UserError if there is no such layout."""
     zoo = entries.zoo_file(flags.entry)
     sizes = entries.sizes(flags.entry)
-    size = flags.size or ("8b" if "8b" in sizes else next(reversed(sizes)))
+    size = flags.size or explorer.default_size(flags.entry)
     if size not in sizes:
         raise UserError(f"--size={size} is not one of {', '.join(sizes)}")
     axes = parse(flags.mesh)

@@ -26,20 +26,19 @@ from recipes.instruments.plan.hardware import HARDWARE, USABLE
 
 ASSETS = pathlib.Path(__file__).parent
 RUN = "run"  # the size of a run that is shown
-SIZES = {  # of an entry that the page offers; --size adds another
-    "dot_relu_dot": ["small"],
-    "mlp": ["small"],
-    "transformer": ["small", "1b", "8b", "70b"],
-    "moe": ["mixtral_8x7b", "qwen3_30b_a3b"],
-    "gpt2": ["124m"],
-    "gemma3": ["4b", "27b"],
-    "gpt_oss": ["120b"],
-    "deepseek": ["671b"],
-    "qwen3_next": ["80b_a3b"],
-    "vit": ["b16", "l16"],
+SIZES = {  # of an entry, besides the default one; --size adds another
+    "transformer": ["small", "70b"],
+    "moe": ["mixtral_8x7b"],
+    "gemma3": ["4b"],
 }
 DEVICES = (8, 16, 64, 256)
 TIMES = (1, 8)  # of the flags' rows of a batch and tokens of a row
+
+
+def default_size(entry: str) -> str:
+    """8b if there is one, else the largest."""
+    sizes = entries.sizes(entry)
+    return "8b" if "8b" in sizes else next(reversed(sizes))
 
 
 class Shown(NamedTuple):
@@ -97,7 +96,7 @@ def tables(name: str, shown: Shown, counts: list[int]) -> dict[str, Any]:
     model = entries.model(name)
     zoo = sys.modules[model.__module__]
     sizes = entries.sizes(name)
-    configs = {size: sizes[size]() for size in SIZES[name]}
+    configs = {size: sizes[size]() for size in (*SIZES.get(name, ()), default_size(name))}
     rules, is_shown = dict(zoo.RULES), name == shown.entry
     if is_shown:
         configs |= {shown.size: shown.config or sizes[shown.size]()}

@@ -133,21 +133,9 @@ def estimate(
       offload: "optimizer": its state is in the host's memory.
       optimizer: one of OPTIMIZERS.
     """
-    hardware, sizes = devices.hardware, dict(layout.mesh.shape)
-    parts = slices.across(sizes, devices.groups)
+    hardware = devices.hardware
     sent = transfers(layout, accumulate, repeats=True) + of_optimizer(layout, optimizer, offload)
-    links = network = 0.0
-    seconds: dict[str, float] = dict.fromkeys(("links", "network", "waiting"), 0.0)
-    for transfer in sent:
-        inside, outside = transfer.over_links(sizes, parts)
-        links, network = links + inside, network + outside
-        along = math.prod(sizes[axis] // parts[axis] for axis in transfer.axes)
-        inside, outside = inside / devices.send_rate(along), outside / hardware.network
-        if transfer.hidden:
-            seconds["links"] += inside
-            seconds["network"] += outside
-        else:
-            seconds["waiting"] += inside + outside
+    links, network, seconds = _sending(layout, devices, sent)
     work = _work(layout)
     factors = FACTORS.get(devices.kind, LOWER_BOUND)
     lengthened = 1 + factors.fill / layout.shape.embed
@@ -173,13 +161,12 @@ def estimate(
         seconds["bubble"] = seconds["compute"] * idle
     read = sizes_of_weights.layer * shape.num_layers / layout.stages * passes * waves
     seconds["memory"] = read / hardware.bandwidth + activations
+    host = on_host(layout, accumulate, offload, optimizer)
+    seconds["host"] = 2 * accumulate * host.get("saved activations", 0) / hardware.host
     # Gradients, parameters and moments are read; all but the gradients are written.
     updated = 3 * sizes_of_weights.state + 2 * moments(sizes_of_weights, optimizer)
-    seconds["update"] = updated / hardware.bandwidth
-    host = on_host(layout, accumulate, offload, optimizer)
-    seconds["update"] = max(seconds["update"], host.get("optimizer", 0) / hardware.host)
+    seconds["update"] = max(updated / hardware.bandwidth, host.get("optimizer", 0) / hardware.host)
     seconds["update"] += optimizer_flops(layout, optimizer, offload) / hardware.peak
-    seconds["host"] = 2 * accumulate * host.get("saved activations", 0) / hardware.host
     seconds["ends"] = max(seconds["links"], seconds["network"]) / shape.num_layers
     memory = memory_parts(layout, accumulate, offload=offload, optimizer=optimizer)
     return Estimate(
@@ -196,6 +183,27 @@ def estimate(
         work.useful,
         optimizer,
     )
+
+
+def _sending(
+    layout: Layout, devices: Devices, sent: list[Transfer]
+) -> tuple[float, float, dict[str, float]]:
+    """(bytes over links, bytes over the network, cause → seconds) of a step's transfers."""
+    sizes = dict(layout.mesh.shape)
+    parts = slices.across(sizes, devices.groups)
+    links = network = 0.0
+    seconds: dict[str, float] = dict.fromkeys(("links", "network", "waiting"), 0.0)
+    for transfer in sent:
+        inside, outside = transfer.over_links(sizes, parts)
+        links, network = links + inside, network + outside
+        along = math.prod(sizes[axis] // parts[axis] for axis in transfer.axes)
+        inside, outside = inside / devices.send_rate(along), outside / devices.hardware.network
+        if transfer.hidden:
+            seconds["links"] += inside
+            seconds["network"] += outside
+        else:
+            seconds["waiting"] += inside + outside
+    return links, network, seconds
 
 
 class Work(NamedTuple):
