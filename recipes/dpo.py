@@ -55,7 +55,7 @@ def main(
     tokenizer = checkpoint.tokenizer_for(data.tokenizer, folder.start)
     assert folder.start
     config = configure(checkpoint.config_of(folder.start), flags, mesh.devices.flat[0])
-    if config.mtp_depth:  # its head, for the second-next token, is left out
+    if "mtp_depth" in vars(config):  # its head, for the second-next token, is left out
         config = dataclasses.replace(config, mtp_depth=0)
     model = entries.model(entry)
     layout = make_layout(
@@ -80,7 +80,7 @@ def main(
     print0(*dataset.notes, *kernel.report(layout, data.seq_len, False), *describe_set(flags))
     print0(*references.describe(reference, ref))
     if reference:
-        dataset = dataset._replace(facts=dataset.facts | {"reference": reference.key})
+        dataset = dataset._replace(facts=dataset.facts | {"frozen": reference.key})
     if reference and ref.reference == STORED:
         dataset = with_reference(dataset, objective, layout, reference)
         reference = None

@@ -113,9 +113,6 @@ class GatedDelta(nnx.Module):
         a_BTN = multiply(x_BTD, self.decay).astype(jnp.float32) + self.decay_bias[...][None, None]
         log_decay_BTN = -jnp.exp(self.log_rate[...])[None, None] * jax.nn.softplus(a_BTN)
         write_BTN = jax.nn.sigmoid(multiply(x_BTD, self.write).astype(jnp.float32))
-        keys = ("batch", "seq", key_heads, None)
-        values = ("batch", "seq", "heads", None)
-        key_kernel = (None, key_heads, None)
         state, inputs = past or (None, None)
         arrays = Arrays(
             q=q_BTGK,
@@ -130,25 +127,13 @@ class GatedDelta(nnx.Module):
             state=state,
             inputs=inputs,
         )
-        axes = Arrays(
-            q=keys,
-            k=keys,
-            v=values,
-            log_decay=values[:3],
-            write=values[:3],
-            q_kernel=key_kernel,
-            k_kernel=key_kernel,
-            v_kernel=(None, "heads", None),
-            ids=("batch", "seq"),
-            state=("batch", "heads", None, None),
-            inputs=("batch", None, "heads"),
-        )
+        axes = axes_of_arrays(key_heads)
         seq = mesh_axes("seq", manual=True)
         results = per_device(
             lambda *arrays: on_device(Arrays(*arrays), seq, positions.generates),
             arrays,
             axes,
-            [values, axes.state, axes.inputs] if positions.generates else [values],
+            [axes.v, axes.state, axes.inputs] if positions.generates else [axes.v],
             check_vma=False,
         )
         out_BTNV = self.norm(results[0].astype(dtype))
@@ -180,6 +165,26 @@ class Arrays(NamedTuple):
     inputs: Any = None  # [B, W - 1, F], likewise: of the convolution
 
 
+def axes_of_arrays(key_heads: str) -> Arrays:
+    """The logical axes of Arrays; key_heads: of G."""
+    keys = ("batch", "seq", key_heads, None)
+    values = ("batch", "seq", "heads", None)
+    key_kernel = (None, key_heads, None)
+    return Arrays(
+        q=keys,
+        k=keys,
+        v=values,
+        log_decay=values[:3],
+        write=values[:3],
+        q_kernel=key_kernel,
+        k_kernel=key_kernel,
+        v_kernel=(None, "heads", None),
+        ids=("batch", "seq"),
+        state=("batch", "heads", None, None),
+        inputs=("batch", None, "heads"),
+    )
+
+
 def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False) -> list:
     """One device's part of a GatedDelta, from its projections to [outputs], [B, T, N, V], float32;
     if it `generates`, also the last state and the last inputs of the convolution.
@@ -189,7 +194,7 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
     """
     q, k, v, log_decay, write, *kernels, ids_BT, state, inputs = arrays
     B, T, N, V = v.shape
-    G, K = k.shape[2:]
+    K = k.shape[3]
     is_split = bool(seq) and jax.lax.axis_size(seq) > 1
     kernel_WF = jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=-1)
     x_BTF = jnp.concatenate([x.reshape(B, T, -1) for x in (q, k, v)], axis=-1)
@@ -212,21 +217,7 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
         x = jnp.pad(x, ((0, 0), (0, -T % groups), *[(0, 0)] * (x.ndim - 2)), mode=mode)
         return x.reshape(B, groups, -1, *x.shape[2:]).swapaxes(0, 1)
 
-    def group(past, positions):
-        state, inputs, ids_before = past
-        x_BTF, log_decay, write, ids_BT = positions
-        x = jnp.concatenate((inputs, x_BTF), axis=1)
-        ids = jnp.concatenate((ids_before, ids_BT), axis=1)
-        mixed_BTF = jax.nn.silu(convolve(x, kernel_WF, ids))
-        q, k, v = jnp.split(mixed_BTF, (G * K, 2 * G * K), axis=-1)
-        q, k = (unit(x.reshape(*x.shape[:2], G, K)) for x in (q, k))
-        q, k = (jnp.repeat(x, N // G, axis=2) for x in (q, k))
-        v = v.reshape(*v.shape[:2], N, V)
-        starts_BT = ids_BT != ids[:, width - 1 : -1]
-        chunks = chunk(q * K**-0.5, k, v, log_decay, write, starts_BT)
-        state, out = run(chunks, state)
-        return (state, x[:, -width:], ids[:, -width:]), out[:, : starts_BT.shape[1]]
-
+    group = functools.partial(run_group, kernel_WF, q.shape[2:], v.shape[2:])
     if groups > 1:
         group = jax.checkpoint(group, prevent_cse=False)
     by_group = (*map(split, (x_BTF, log_decay, write)), split(ids_BT, "edge"))
@@ -244,6 +235,31 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
             state, last = (from_last(x, seq) for x in (state, last))
         outputs += [state, last]
     return outputs
+
+
+def run_group(kernel_WF, keys: tuple, values: tuple, past, positions):
+    """Positions computed at once: (the new `past`, outputs).
+
+    Args:
+      keys: (G, K); values: (N, V).
+      past: the state, and the inputs of the convolution before these positions with their ids.
+      positions: inputs of the convolution, logarithms of decays, writes and ids.
+    """
+    (G, K), (N, V) = keys, values
+    state, inputs, ids_before = past
+    x_BTF, log_decay, write, ids_BT = positions
+    width = len(kernel_WF) - 1
+    x = jnp.concatenate((inputs, x_BTF), axis=1)
+    ids = jnp.concatenate((ids_before, ids_BT), axis=1)
+    mixed_BTF = jax.nn.silu(convolve(x, kernel_WF, ids))
+    q, k, v = jnp.split(mixed_BTF, (G * K, 2 * G * K), axis=-1)
+    q, k = (unit(x.reshape(*x.shape[:2], G, K)) for x in (q, k))
+    q, k = (jnp.repeat(x, N // G, axis=2) for x in (q, k))
+    v = v.reshape(*v.shape[:2], N, V)
+    starts_BT = ids_BT != ids[:, width - 1 : -1]
+    chunks = chunk(q * K**-0.5, k, v, log_decay, write, starts_BT)
+    state, out = run(chunks, state)
+    return (state, x[:, -width:], ids[:, -width:]), out[:, : starts_BT.shape[1]]
 
 
 def convolve(x_BSF, kernel_WF, ids_BS) -> jax.Array:

@@ -34,7 +34,7 @@ from .sharding import (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture. Named sizes are classmethods."""
+    """The architecture. Named sizes are classmethods; fields' comments are their flags' help."""
 
     embed: int  # D, width of x and y
     hidden: int  # F, width between the matmuls

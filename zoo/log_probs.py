@@ -1,4 +1,4 @@
-"""Log-probabilities of targets, chunk by chunk: for preference tuning.
+"""Log-probabilities of targets, chunk by chunk: for preference tuning. And what other losses start from.
 
 `Decoder.log_probs` alone uses this file, so a model can be copied and trained without it.
 
@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .attention import stripe
 from .layers import gather
 from .sharding import constrain, reshape, shards
+from .stack import fit_rules
 from .vocabulary import (
-    SHARDS, cross_entropies, from_shards, in_chunks, product_gradients, table_product,
+    SHARDS, Batch, cross_entropies, from_shards, in_chunks, product_gradients, table_product,
 )  # fmt: skip
 
 
@@ -30,6 +32,20 @@ def log_probs(x_BTD, table_RVD, targets_BT, config):
     log_probs_CRM: Any = _log_probs(config, x_CRMD, table_RVD, in_chunks(targets_BT, config))
     B, T = targets_BT.shape
     return from_chunks(log_probs_CRM, (B, T))
+
+
+@fit_rules
+def outputs(model, tokens, targets, segment_ids=None):
+    """Runs a decoder's layers as in training, for a loss of one's own. Arguments as in Decoder.loss.
+
+    Returns: their output, normed, [B, T, D]; the table to unembed it, [R, V, D]; their metrics.
+    """
+    config = model.config
+    batch = Batch(*(stripe(config, x) for x in (tokens, targets, segment_ids)))
+    tables = model.tables()
+    x_BTD, metrics = model.run_training(tables, batch)
+    x_BTD = gather(model.final_norm(x_BTD))
+    return stripe(config, x_BTD, "act_embed", back=True), tables[-1], metrics
 
 
 def from_chunks(x_CRM, shape: tuple[int, ...]):

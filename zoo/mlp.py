@@ -35,7 +35,7 @@ from .sharding import (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture. Named sizes are classmethods."""
+    """The architecture. Named sizes are classmethods; fields' comments are their flags' help."""
 
     inputs: int = 64  # I, numbers per example; 8 × 8 pixels
     classes: int = 10  # C

@@ -42,7 +42,10 @@ from .strategies import DECODER, DP, FSDP, HSDP, TP, ZERO1
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture and how to compute it. Named sizes are classmethods."""
+    """The architecture and how to compute it. Named sizes are classmethods.
+
+    The comment beside a field is also the help text of its flag in the recipes.
+    """
 
     image_size: int  # W, height and width of pictures in pixels
     patch: int  # P, height and width of a patch in pixels; divides image_size

@@ -116,7 +116,7 @@ _rows.defvjp(lambda *saved: (_rows(*saved), saved), _add_rows)
 def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config, bias_RV=None) -> jax.Array:
     """Logits [B, T, V] in float32."""
     product_RMV = table_product(by_shard(gather(x_BTD), "act_embed"), table_RVD, bias_RV)
-    logits_RMV = _logits(product_RMV, config)
+    logits_RMV = logits_of(product_RMV, config)
     logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
     if logits_BTV.shape[-1] == config.vocab_size:
         return logits_BTV
@@ -220,7 +220,7 @@ def _zeros(table_RVD):
 
 def cross_entropies(config, product_RMV, targets_RM):
     """Cross entropies of one chunk, [R, M], from the product of x and the table; 0 for padding."""
-    logits_RMV = _logits(product_RMV, config)
+    logits_RMV = logits_of(product_RMV, config)
     if device().platform == "gpu" and shards("vocab") == 1:
         nats_RM: Any = _nats_in_one_pass(logits_RMV, targets_RM)
     else:
@@ -289,7 +289,7 @@ def table_product(x_RMD, table_RVD, bias_RV=None):
     return product_RMV if bias_RV is None else product_RMV + bias_RV[:, None]
 
 
-def _logits(product_RMV, config):
+def logits_of(product_RMV, config):
     """Logits [R, M, V] in float32; padded tokens get -inf."""
     logits_RMV = product_RMV
     if config.logits_divisor != 1:

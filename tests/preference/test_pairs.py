@@ -111,6 +111,10 @@ def test_a_mistake_names_its_row(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def take(pairs, *numbers: int) -> dict[str, np.ndarray]:
+    return pairs.take(np.array(numbers))
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -120,7 +124,7 @@ def test_only_answers_are_targets_and_a_row_is_a_pair(tmp_path):
     rows = [{"prompt": f"{n}, ", "chosen": "yes", "rejected": "no!!"} for n in range(40)]
     data = pairs.load(write(tmp_path / "pairs.jsonl", rows), 12)
     assert len(data.train), len(data.held_out) == (38, 2)
-    batch = data.train.take(np.arange(len(data.train)))
+    batch = take(data.train, *range(len(data.train)))
     for n in range(len(data.train)):
         for prefix, answer in (("", b"yes"), ("rejected_", b"no!!")):
             tokens, targets = batch[f"{prefix}tokens"][n], batch[f"{prefix}targets"][n]
@@ -131,7 +135,7 @@ def test_only_answers_are_targets_and_a_row_is_a_pair(tmp_path):
             )
             assert tokens[0] == 256
             assert bytes(tokens[1 : begin + 1].tolist()).endswith(b", ")
-    both = data.train.take(np.array([0]))["tokens"], data.held_out.take(np.array([0]))["tokens"]
+    both = take(data.train, 0)["tokens"], take(data.held_out, 0)["tokens"]
     assert not np.array_equal(*both)
     filler = {name: rows[None] for name, rows in data.filler.items()}
     assert {k: v.shape for k, v in filler.items()} == {k: v[:1].shape for k, v in batch.items()}
@@ -141,7 +145,7 @@ def test_no_prompt_is_on_both_sides(tmp_path):
     rows = [{"prompt": f"{n % 10}, ", "chosen": f"yes {n}", "rejected": "no"} for n in range(40)]
     data = pairs.load(write(tmp_path / "pairs.jsonl", rows), 12)
     prompts = [
-        {int(x.take(np.array([n]))["tokens"][0, 1]) for n in range(len(x))}
+        {int(take(x, n)["tokens"][0, 1]) for n in range(len(x))}
         for x in (data.train, data.held_out)
     ]
     assert not prompts[0] & prompts[1]
@@ -174,7 +178,7 @@ def test_messages_go_through_the_chat_template(tmp_path):
     prompts = [{"role": "user", "content": f"{n}?"} for n in range(3)]
     rows = [{"prompt": [prompt], "chosen": [BLUE], "rejected": [GREEN]} for prompt in prompts]
     data = pairs.load(write(tmp_path / "pairs.jsonl", rows), 64, tokenizer)
-    row = {name: x[0] for name, x in data.train.take(np.array([0])).items()}
+    row = {name: x[0] for name, x in take(data.train, 0).items()}
     for prefix, answer in (("", BLUE), ("rejected_", GREEN)):
         targets = row[f"{prefix}targets"]
         assert tokenizer.decode(targets[targets >= 0]).strip() == answer["content"]

@@ -41,6 +41,7 @@ LAYERS = {
     "generation_config": {"runtime"},
     "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
     "int8_weights": {"runtime", "sharding"},
+    "distillation": {"runtime", "sharding"},
     "language": {
         *{"storage", "runtime", "sharding", "report", "generation", "checkpoint"},
         *{"train", "entries", "config_flags", "contexts"},
@@ -234,7 +235,6 @@ ORDER = [
         "vocabulary",
         "periods",
         "stack",
-        "log_probs",
         "kernels",
         "config",
         "splash",
@@ -243,6 +243,7 @@ ORDER = [
         "flash",
         "cache",
         "attention",
+        "log_probs",
         "variant",
         "expert_strategies",
         "experts",

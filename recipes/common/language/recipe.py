@@ -97,8 +97,10 @@ def main(
     print0(f"Held-out {in_words(metrics, corpus.held_out_bytes)}.")
     if "dropped" in metrics:
         print0(use_of_experts(metrics))
-    if sample and sample.sample_bytes and layout.stages > 1:
-        print0(f"No sample: {layout.stages} stages of layers can't generate; see recipes.generate.")
+    if sample and sample.sample_bytes and layout.stages > 1 and not sample.sample_rules:
+        print0(
+            f"No sample: {layout.stages} stages of layers can't generate; --sample_rules=fsdp, for example, can."
+        )
     elif sample and sample.sample_bytes:
         written = sample.write(model, layout, state, tokenizer, context=text.seq_len, seed=run.seed)
         print0(*written.lines)

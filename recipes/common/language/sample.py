@@ -12,6 +12,7 @@ from recipes.common.generation import Generator, Sampling, cap_windows
 from recipes.common.runtime import flag, quote, warn
 from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.sharding.move import move
 from recipes.common.storage import folders
 
 
@@ -30,6 +31,11 @@ class Sample:
     )  # fmt: skip
     temperature: float = flag(
         0.8, "Temperature of the sample; 0 takes the likeliest token.", at_least=0.0,
+        may_change=True,
+    )  # fmt: skip
+
+    sample_rules: str = flag(
+        "", "Sharding rules to write the sample with, on the same mesh; empty: those of training.",
         may_change=True,
     )  # fmt: skip
 
@@ -55,9 +61,10 @@ class Sample:
           context: tokens that a position attends to, as in training.
         """
         config = cap_windows(layout.config, context)
-        layout = make_layout(model, config, layout.mesh, layout.rules)
+        target = make_layout(model, config, layout.mesh, self.sample_rules or layout.rules)
+        variables = move(state, layout, target) if self.sample_rules else state
         sampling = Sampling(self.temperature, seed=seed)
-        generator = Generator(layout, state, sampling, tokenizer.end, tokenizer.vocabulary)
+        generator = Generator(target, variables, sampling, tokenizer.end, tokenizer.vocabulary)
         prompt = self.begin(tokenizer)
         tokens = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
         begin = [] if self.chat else prompt  # a chat shows only the answer

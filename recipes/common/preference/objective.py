@@ -80,7 +80,8 @@ class Objective:
         assert self.reference
         with self.reference.trace():
             model = self.reference.model.merge(jax.lax.stop_gradient(variables))
-            answers = self.answers(model, tokens_RT, targets_RT)
+            rows = (constrain(x, "batch", "seq") for x in (tokens_RT, targets_RT))
+            answers = self.answers(model, *rows)
         pair = Pair(*(constrain(x, "batch") for x in answers.pair))
         return Answers(constrain(answers.each_RT, "batch", "seq"), pair)
 

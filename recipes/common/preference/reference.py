@@ -1,40 +1,15 @@
 """The reference of preference tuning: the checkpoint that the run starts from, frozen."""
 
 import dataclasses
-import functools
 
 from recipes.common import checkpoint
-from recipes.common.checkpoint import RunFolder, Source
-from recipes.common.checkpoint.lora import content_sha256
+from recipes.common.checkpoint import RunFolder
 from recipes.common.preference.flags import STORED, Reference
 from recipes.common.preference.losses import WITH_REFERENCE, Loss
-from recipes.common.report.report import bytes_per_device, size
 from recipes.common.runtime import Run, UserError
-from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.sharding import Layout, make_layout
 from recipes.common.sharding.rules import check_batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    """A second model that nothing trains, on the mesh of the first."""
-
-    layout: Layout
-    source: Source  # what it is
-    dtype: str  # of matmul weights; "": as they are stored
-    shares_weights: bool = False  # it is the first model without its adapter
-
-    @functools.cached_property
-    def key(self) -> list[str]:
-        """What decides its log-probabilities."""
-        return [content_sha256(self.source), self.dtype, self.layout.config.dtype]
-
-    def abstract(self) -> Tree:
-        """Its variables as ShapeDtypeStructs with shardings."""
-        return checkpoint.variables_of_dtype(self.layout, self.dtype)
-
-    def read(self) -> Tree:
-        """Its variables, each shard read onto its own device."""
-        return checkpoint.restore_variables(self.source, self.layout, self.dtype)
+from recipes.common.train.frozen import Frozen
 
 
 def choose(
@@ -75,9 +50,5 @@ def describe(reference: Frozen | None, flags: Reference) -> list[str]:
         return ["Reference: none."]
     if reference.shares_weights:
         return ["Reference: the model without its adapter, which takes no more memory for weights."]
-    held = size(bytes_per_device(reference.abstract()))
     until = " until its log-probabilities are stored" * (flags.reference == STORED)
-    return [
-        f"Reference: a frozen copy of {reference.source.path.name}, rules {reference.layout.strategy}, "
-        f"{held} per device{until}."
-    ]
+    return [f"Reference: {reference}{until}."]

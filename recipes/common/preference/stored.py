@@ -13,10 +13,10 @@ import numpy as np
 from data import cache_dir, corpus
 from data.batches import Dataset, Example, Rows, held_out_batches
 from recipes.common.preference.objective import Objective
-from recipes.common.preference.reference import Frozen
 from recipes.common.runtime import print0, processes
 from recipes.common.sharding import Layout, Tree
 from recipes.common.train.feed import to_devices
+from recipes.common.train.frozen import Frozen
 
 
 class WithReference(Rows):

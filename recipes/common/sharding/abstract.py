@@ -19,6 +19,13 @@ def own_loss(model: Any, **batch) -> tuple:
     return model.loss(**batch)
 
 
+class Variable(NamedTuple):
+    """A variable without its array."""
+
+    array: jax.ShapeDtypeStruct
+    axes: tuple[str, ...]  # logical axes, one for each dim
+
+
 class AbstractModel(NamedTuple):
     """A model without its arrays.
 
@@ -31,6 +38,7 @@ class AbstractModel(NamedTuple):
     states: dict[str, nnx.State]  # kind → state of ShapeDtypeStructs
     shapes: Tree  # leaves: ShapeDtypeStructs
     axes: Tree  # leaves: tuples of logical axis names, one per dim
+    variables: dict[str, dict[str, Variable]]  # kind → path → the leaves of both
     names: AxisNames  # what rules may do with these names
     recurrences: dict[str, Any]  # path of a module → what its recurrence computes and keeps
     positions: int = 1  # of an example, of a user's model without tokens
@@ -71,7 +79,11 @@ def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
         if "recurrence" in dir(type(module))
     }
     names = declared_names(model) or _names_of_dims(axes)
-    return AbstractModel(graph, states, shapes, axes, names, recurrences)
+    variables = {}
+    for kind, tree in shapes.items():
+        axes_of = paths(axes[kind])
+        variables[kind] = {path: Variable(x, axes_of[path]) for path, x in paths(tree).items()}
+    return AbstractModel(graph, states, shapes, axes, variables, names, recurrences)
 
 
 def variables_of(model: nnx.Module) -> Tree:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES, ORDER
-from recipes.common.sharding.abstract import AbstractModel, Tree, paths
+from recipes.common.sharding.abstract import AbstractModel, Tree
 from zoo.expert_strategies import STRATEGIES
 from zoo.sharding import AxisNames, Rules, optimizer_axes, optimizer_axis
 
@@ -334,11 +334,8 @@ def check_positions(
 
 def _every_weight(model: AbstractModel) -> Weights:
     """Path → (shape, logical axes) of all variables."""
-    shapes, axes = {}, {}
-    for kind in model.shapes:
-        shapes |= paths(model.shapes[kind])
-        axes |= paths(model.axes[kind])
-    return {path: (shape.shape, axes[path]) for path, shape in shapes.items()}
+    every = (pair for of_kind in model.variables.values() for pair in of_kind.items())
+    return {path: (variable.array.shape, variable.axes) for path, variable in every}
 
 
 def _without(axis: str, sizes: Mapping[str, int]) -> str:

@@ -30,17 +30,11 @@ from recipes.common.sharding import Layout, Tree, elsewhere
 from recipes.common.storage import folders
 from recipes.common.train.evaluation import Evaluation, Extra
 from recipes.common.train.feed import device_batches
+from recipes.common.train.frozen import Frozen
 from recipes.common.train.metrics import Log, NonFiniteError
 from recipes.common.train.profiled_steps import Profile
 from recipes.common.train.resume import first_state, messages
 from recipes.common.train.step import TrainStep
-
-
-class Frozen(Protocol):
-    """A second model, which nothing trains."""
-
-    def abstract(self) -> Tree: ...  # its variables as ShapeDtypeStructs with shardings
-    def read(self) -> Tree: ...
 
 
 def fit(
@@ -126,10 +120,10 @@ def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:
     """
     agreement.check_data(facts)
     before = folder.newest.metadata["data"] if folder.newest else facts
-    if before.get("reference") != facts.get("reference"):
+    if before.get("frozen") != facts.get("frozen"):
         raise UserError(
-            f"--restore_from={folder.flags['restore_from']} has changed since the run began, and is its "
-            f"reference; use a different --workdir (this one is {folder.path})"
+            "the frozen model, which the run began with as its reference or teacher, has changed; use a "
+            f"different --workdir (this one is {folder.path})"
         )
     if before.get("template") != facts.get("template"):
         raise UserError(

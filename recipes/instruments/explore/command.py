@@ -45,7 +45,7 @@ def main(flags: Flags) -> None:
     if flags.html and not path.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {path.parent}; make it first")
     shown = of_run(flags) if flags.from_ else of_flags(flags)
-    write_page(path, shown, source=flags.source)
+    write_page(path, shown=shown, source=flags.source)
     print0(f"The explorer: {path}")
     if flags.open and _has_display():
         webbrowser.open(path.resolve().as_uri())
@@ -53,18 +53,19 @@ def main(flags: Flags) -> None:
 
 def write_page(
     path: pathlib.Path,
-    shown: explorer.Shown,
     names: Iterable[str] = entries.ENTRIES,
+    shown: explorer.Shown | None = None,
     source: str = "",
 ) -> None:
     """Writes the page.
 
     Args:
-      shown: what it begins with.
       names: the entries to choose from.
+      shown: what it begins with; None: what it does without flags.
       source: see Flags.
     """
     jax.config.update("jax_platforms", "cpu")  # models are only traced
+    shown = shown or of_flags(Flags())
     text = explorer.page(names, shown, source or f"{ROOT.as_uri()}/")
     with folders.write_errors(str(path)):
         path.parent.mkdir(exist_ok=True)

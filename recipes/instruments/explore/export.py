@@ -16,7 +16,7 @@ from flax import nnx
 
 from recipes.common import entries
 from recipes.common.runtime.mesh import parse
-from recipes.common.sharding.abstract import abstract_model, paths
+from recipes.common.sharding.abstract import abstract_model
 from recipes.common.sharding.rules import Rules
 from recipes.common.sharding.shape import Shape, shape_of
 from recipes.instruments.explore.arrays import activations, cache, loss_batch
@@ -147,8 +147,8 @@ def of_size(
     cached = shape.attention and shape.attention.cached
     return {
         "weights": [
-            [path, leaf.shape, paths(abstract.axes[kind])[path]]
-            for kind, tree in abstract.shapes.items() for path, leaf in paths(tree).items()
+            [path, leaf.array.shape, leaf.axes]
+            for variables in abstract.variables.values() for path, leaf in variables.items()
         ],
         "activations": activations(abstract, batch),
         "cache": cache(abstract) if cached else [],

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from recipes.common.runtime import UserError, describe
 from recipes.common.sharding import rules as sharding_rules
-from recipes.common.sharding.abstract import AbstractModel, paths
+from recipes.common.sharding.abstract import AbstractModel
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import Rules
 from recipes.common.sharding.shape import Shape
@@ -155,7 +155,10 @@ class Sublayers:
     """
 
     def __init__(self, model: AbstractModel):
-        every = [pair for tree in model.axes.values() for pair in paths(tree).items()]
+        every = [
+            (path, leaf.axes)
+            for variables in model.variables.values() for path, leaf in variables.items()
+        ]  # fmt: skip
         stacked = [(path, axes) for path, axes in every if axes[0] == LAYERS]
         self._names: dict[str, str] = {}  # path → its sublayer
         self._matrices: dict[str, dict[str, tuple]] = {}  # sublayer → path → logical axes

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from recipes.common.report.kernel import attention_kernel
-from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import matrix_sides
 from recipes.common.sharding.rules import count_shards
@@ -62,10 +61,8 @@ def weights(layout: Layout) -> Weights:
     with_experts = sum(layer.count for layer in layout.shape.layers if layer.experts)
     stacked_layers = with_experts or layout.shape.num_layers  # dense ones have a stack of their own
     params = state = hidden = stacked = layer = ends = frozen = 0.0
-    for kind in layout.model.shapes:
-        shapes = paths(layout.model.shapes[kind])
-        for path, axes in paths(layout.model.axes[kind]).items():
-            leaf = shapes[path]
+    for kind, variables in layout.model.variables.items():
+        for leaf, axes in variables.values():
             in_total = leaf.size * leaf.dtype.itemsize
             at_rest = in_total / math.prod(count_shards(rest, axis, sizes) for axis in axes)
             if kind == "params":
@@ -312,8 +309,8 @@ def _of_examples(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, f
     """Memory besides the state, of a model without tokens; saves each weight's output, twice."""
     rows = layout.batch_size // layout.batch_shards // accumulate
     outputs = 0.0
-    for path, axes in paths(layout.model.axes["params"]).items():
-        dims = paths(layout.model.shapes["params"])[path].shape
+    for array, axes in layout.model.variables["params"].values():
+        dims = array.shape
         if len(axes) > 1:
             use = layout.names.while_used(axes[-1])
             layers = dims[0] if LAYERS in axes else 1

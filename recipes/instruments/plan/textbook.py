@@ -159,11 +159,10 @@ def of_each_weight(
     once = repeats and not stacked
     with layout.trace():
         tpu = repeats and device().platform == "tpu"
-    shapes = paths(layout.model.shapes["params"])
     batch = _split_by(layout, layout.batch_axes) | stacked
-    for path, axes in paths(layout.model.axes["params"]).items():
+    for path, (array, axes) in layout.model.variables["params"].items():
         rest, use = _split_by(layout, axes), _split_by(layout, _in_use(layout, axes))
-        whole = shapes[path].size / _devices(layout, use)
+        whole = array.size / _devices(layout, use)
         state = _split_by(layout, optimizer_axes(axes, layout.rules))
         table = not layout.names.stacks & {*axes}
         split = frozenset(rest - use)
@@ -180,7 +179,7 @@ def of_each_weight(
         ):
             yield path, Transfer("gradients", kind, axes_sent, accumulate * (width * elements))
         updated = frozenset(state - rest)
-        at_rest = shapes[path].size / _devices(layout, rest)
+        at_rest = array.size / _devices(layout, rest)
         sent = 4 * ring(_devices(layout, updated)) * at_rest
         yield path, Transfer("updates", "all-gather", updated, sent)
 
@@ -241,15 +240,14 @@ def shares(layout: Layout, offload: str = "") -> dict[Form, int]:
     with layout.trace():
         in_turn = bool(offload) and device().platform != "cpu"
     stacks = layout.names.stacks
-    shapes = paths(layout.model.shapes["params"])
     shardings = paths(layout.optimizer_shardings())
     counts: dict[tuple[Form, int], int] = {}  # form and number of layers in turn → matrices
-    for name, axes in paths(layout.model.axes["params"]).items():
+    for name, (array, axes) in layout.model.variables["params"].items():
         sides = matrix_sides(axes, layout.names.in_use)
         if not sides:
             continue
-        form, _ = form_of(shapes[name].shape, shardings[name].spec, sides, layout.mesh)
-        shard = shardings[name].shard_shape(shapes[name].shape)
+        form, _ = form_of(array.shape, shardings[name].spec, sides, layout.mesh)
+        shard = shardings[name].shard_shape(array.shape)
         layers = shard[0] if in_turn and axes[0] in stacks else 1
         matrices = math.prod(shard) // math.prod(dim.size for dim in form.dims)
         counts[form, layers] = counts.get((form, layers), 0) + matrices
@@ -284,22 +282,21 @@ def of_modules(
     """
     names, attention = layout.names, layout.shape.attention
     shared_key = attention.shared_key if attention else 0
-    shapes = paths(layout.model.shapes["params"])
     stream = names.stream
     latents = {*names.in_use.values()} - {stream}
     widths: dict[str, float] = {}  # module → elements per token
     split: dict[str, set[str]] = {}  # module → mesh axes
     of_latents: dict[str, float] = {}  # module → elements per token
     reads: set[str] = set()  # modules with split weights that read the residual stream
-    for path, axes in paths(layout.model.axes["params"]).items():
-        module, axes = path.rpartition("/")[0], _in_use(layout, axes)
+    for path, (array, at_rest) in layout.model.variables["params"].items():
+        module, axes = path.rpartition("/")[0], _in_use(layout, at_rest)
         residual = set(axes) & {stream, *latents}
         stacked = {axis for axis in axes if names.logical_axes[axis] in ("weights", "stack")}
         mesh_axes = _split_by(layout, set(axes) - residual - stacked)
-        dims = zip(axes, shapes[path].shape, strict=True)
+        dims = zip(axes, array.shape, strict=True)
         width = math.prod(n for axis, n in dims if axis in residual | stacked - {EXPERT})
         if residual and stream not in axes:
-            layers = width / shapes[path].shape[axes.index(next(iter(residual)))]
+            layers = width / array.shape[axes.index(next(iter(residual)))]
             key = 0 if module in of_latents else layers * shared_key
             of_latents[module] = of_latents.get(module, 0) + width + key
         elif residual:
