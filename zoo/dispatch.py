@@ -3,17 +3,21 @@
 These functions run on one device, inside jax.shard_map.
 
 Shapes: B batch, T positions, D embed, E experts, J experts per position, U slots per row in an
-expert, M slots or chosen experts, N rows before `spread`.
+expert, M slots or chosen experts, N rows before `spread`, P devices that share out the experts, C rows
+that a device receives.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+
+from .sharding import device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,11 @@ class LocalExperts:
     weights: tuple  # [E here, ...]
     number: int  # E
     split: dict[str, tuple[str, ...]]  # logical axis → the mesh axes that split it
+    sums_gradients: bool = False  # whether `compute` sums its weights' gradients over devices
+
+    @property
+    def here(self) -> int:
+        return len(self.weights[0])
 
     def __call__(self, x, sizes_E: jax.Array | None = None) -> jax.Array:
         """Outputs for rows x, see ExpertMatmul."""
@@ -108,37 +117,229 @@ def choices_in_slots(expert_BTJ, E: int, U: int) -> jax.Array:
 def dropless(experts: LocalExperts, x_BTD, choice: Choice) -> jax.Array:
     """Dropless experts (Gale et al. 2022): each takes all positions that chose it, after a sort.
 
-    Runs on one device: gathers the rows of all devices along the axes that split experts, and
-    applies its own experts to them. Returns [B, T, D].
+    Runs on one device, whose experts compute rows of all devices along the axes that split experts:
+    it gathers all rows, or gets those that chose its experts. Returns [B, T, D].
     """
     expert_BTJ, weight_BTJ, _ = choice  # nothing is dropped
     split = experts.split
+    axes = split["expert"]
     x_BTD, weight_BTJ = varying(split["mlp"], x_BTD, weight_BTJ)
-    if split["expert"]:
-        gather = functools.partial(jax.lax.all_gather, axis_name=split["expert"], tiled=True)
-        x_BTD, weight_BTJ, expert_BTJ = gather(x_BTD), gather(weight_BTJ), gather(expert_BTJ)
-    x_BTD = checkpoint_name(x_BTD, "dispatched")
-    weight_BTJ = checkpoint_name(weight_BTJ, "dispatched")
     B, T, J = expert_BTJ.shape
-    E = len(experts.weights[0])
-    first = jax.lax.axis_index(split["expert"]) * E if split["expert"] else 0
-    here_M = expert_BTJ.reshape(-1) - first
+    x_ND = x_BTD.reshape(B * T, -1)
+    expert_NJ = expert_BTJ.reshape(B * T, J)
+    weight_NJ = weight_BTJ.reshape(B * T, J)
+    if exchanges(count_devices(axes), J):
+        if not experts.sums_gradients:  # they are summed once, over all turns
+            weights = varying(varying_axes(x_ND), *experts.weights)
+            experts = dataclasses.replace(experts, weights=tuple(weights))
+        out_ND = exchange(experts, x_ND, expert_NJ, weight_NJ)
+        return sum_shards(out_ND.reshape(B, T, -1), split)
+    if axes:
+        gather = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)
+        x_ND, weight_NJ, expert_NJ = gather(x_ND), gather(weight_NJ), gather(expert_NJ)
+        expert_NJ -= jax.lax.axis_index(axes) * experts.here
+    x_ND = checkpoint_name(x_ND, "dispatched")
+    weight_NJ = checkpoint_name(weight_NJ, "dispatched")
+    out_ND = run_experts(experts, x_ND, expert_NJ, weight_NJ, slots=expert_NJ.size)
+    out_BTD = sum_shards(out_ND.reshape(-1, T, out_ND.shape[-1]), split)
+    return jax.lax.psum_scatter(out_BTD, axes, tiled=True) if axes else out_BTD
+
+
+def run_experts(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, slots: int) -> jax.Array:
+    """Weighted sums of the outputs of this device's experts, [N, D].
+
+    Args:
+      expert_NJ: the experts of each row; those of this device are 0 to E - 1, others are skipped.
+      slots: at least the number of choices of this device's experts.
+    """
+    N, J = expert_NJ.shape
+    E = experts.here
+    here_M = expert_NJ.reshape(-1)
     here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # other devices' choices go last
     order_M = jnp.argsort(here_M)
     slot_M = jnp.argsort(order_M)
     sizes_E = (here_M[:, None] == jnp.arange(E)[None]).sum(axis=0).astype(jnp.int32)
     # Mask those choices: ragged_dot's output outside of all groups is undefined.
     slot_M = jnp.where(here_M < E, slot_M, -1)
+    order_M = order_M[:slots]
     order_M = jnp.where(jnp.arange(len(order_M)) < sizes_E.sum(), order_M, -1)
     token_1M = order_M[None] // J
-    slot_1NJ = slot_M.reshape(1, B * T, J)
-    x_MD = spread(x_BTD.reshape(1, B * T, -1), token_1M, slot_1NJ)[0]
-    weight_M1 = spread(weight_BTJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
+    slot_1NJ = slot_M.reshape(1, N, J)
+    x_MD = spread(x_ND[None], token_1M, slot_1NJ)[0]
+    weight_M1 = spread(weight_NJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
     out_MD = weighted(experts(x_MD, sizes_E), weight_M1)
-    out_BTD = sum_shards(unite(out_MD[None], slot_1NJ, token_1M).reshape(B, T, -1), split)
-    if split["expert"]:
-        return jax.lax.psum_scatter(out_BTD, split["expert"], tiled=True)
-    return out_BTD
+    return unite(out_MD[None], slot_1NJ, token_1M)[0]
+
+
+# ---- rows travel to the devices of their experts -------------------------------------------------
+
+ROOM = 1.5  # choices that a device computes in a turn, as a multiple of an even load
+
+
+class Route(NamedTuple):
+    """Where a device's rows go. A device gets a row once, whatever number of its experts it chose."""
+
+    expert_NJ: jax.Array
+    device_NJ: jax.Array  # of the expert
+    turn_NJ: jax.Array  # in which the row goes there; -1: with an earlier choice of the row
+    turns: jax.Array  # the number of turns, the same on all devices
+
+
+def exchanges(devices: int, choices: int) -> bool:
+    """Whether dropless rows travel to the devices of their experts, or all devices gather all rows.
+
+    A device sends a row no more than `choices` times, instead of `devices` - 1 times.
+    """
+    return choices < devices
+
+
+def exchange(experts: LocalExperts, x_ND, expert_NJ, weight_NJ) -> jax.Array:
+    """Each row's weighted sum of its experts' outputs, which other devices compute, [N, D].
+
+    A device computes the choices of its experts in turns, in the order of devices and rows, so its
+    memory does not depend on the load. Mostly one turn is enough.
+    """
+    N, J = expert_NJ.shape
+    axes = experts.split["expert"]
+    P = count_devices(axes)
+    room = min(math.ceil(ROOM * N * J), P * N * J)
+    device_NJ = expert_NJ // experts.here
+    taken_NP = (device_NJ[..., None] == jnp.arange(P)[None, None]).sum(axis=1)
+    taken_PP = jax.lax.all_gather(taken_NP.sum(axis=0), axes)  # by source and target
+    first_NP = before(taken_PP)[jax.lax.axis_index(axes)][None] + before(taken_NP)
+    same_NJJ = device_NJ[:, :, None] == device_NJ[:, None]
+    is_first_NJ = ~(same_NJJ & jnp.tri(J, k=-1, dtype=bool)[None]).any(axis=-1)
+    turn_NJ = jnp.take_along_axis(first_NP // room, device_NJ, axis=1)
+    mesh = tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
+    turns = -(-taken_PP.sum(axis=0).max() // room)
+    turns = jax.lax.pmax(*varying(mesh, turns), mesh)
+    route = Route(expert_NJ, device_NJ, jnp.where(is_first_NJ, turn_NJ, -1), turns)
+    run_turn = functools.partial(one_turn, experts, room)
+    first_ND = run_turn(jnp.int32(0), route, x_ND, weight_NJ, experts.weights)
+    return first_ND + further_turns(run_turn, route, x_ND, weight_NJ, experts.weights)
+
+
+def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_NJ, weights):
+    """The part of `exchange` that devices compute in a turn, [N, D]."""
+    experts = dataclasses.replace(experts, weights=weights)
+    axes = experts.split["expert"]
+    N, J = weight_NJ.shape
+    P = count_devices(axes)
+    sent_NJ = route.turn_NJ == turn
+    devices_11P = jnp.arange(P)[None, None]
+    sent_NP = (sent_NJ[..., None] & (route.device_NJ[..., None] == devices_11P)).sum(axis=1)
+    counts_PP = jax.lax.all_gather(sent_NP.sum(axis=0), axes)  # rows, by source and target
+    # Rows leave in the order of their targets, and arrive in that of their sources.
+    place_NP = before(sent_NP.sum(axis=0))[None] + before(sent_NP)
+    place_NJ = jnp.take_along_axis(place_NP, route.device_NJ, axis=1)
+    place_NJ = jnp.where(sent_NJ, place_NJ, -1)
+    order_M = jnp.argsort(jnp.where(sent_NJ, place_NJ, N * J).reshape(-1))
+    row_M = jnp.where(jnp.arange(N * J) < sent_NP.sum(), order_M // J, -1)
+
+    def send(y_N):  # [N, ...] → [C, ...], the rows that arrive here
+        y_M = spread(y_N[None], row_M[None], place_NJ[None])[0]
+        return checkpoint_name(move(y_M, counts_PP, axes, (N * J, room), N), "dispatched")
+
+    x_CD = send(x_ND)
+    first = jax.lax.axis_index(axes) * experts.here
+    # As floats, which have all numbers of experts, so that one transfer has both.
+    expert_NJ = (route.expert_NJ + 1).astype(weight_NJ.dtype)  # 0: no row
+    both_CJ = send(jnp.concatenate((expert_NJ, weight_NJ), axis=1))
+    expert_CJ = both_CJ[:, :J].astype(jnp.int32) - 1 - first
+    # The choices of the turn's last row may go beyond the room.
+    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots=room + J - 1)
+    out_MD = move(out_CD, counts_PP.T, axes, (room, N * J), N)
+    return unite(out_MD[None], place_NJ[None], row_M[None])[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def further_turns(run_turn, route: Route, x_ND, weight_NJ, weights):
+    """The sum of all turns but the first; saves no more than its inputs."""
+
+    def add_turn(carry):
+        turn, sum_ND = carry
+        return turn + 1, sum_ND + run_turn(turn, route, x_ND, weight_NJ, weights)
+
+    (zero_ND,) = varying(varying_axes(x_ND), jnp.zeros_like(x_ND))
+    return jax.lax.while_loop(lambda carry: carry[0] < route.turns, add_turn, (1, zero_ND))[1]
+
+
+def _turns_backward(run_turn, saved, grad_ND):
+    route = saved[0]
+    inputs, tree = jax.tree.flatten(saved[1:])
+    # Rounded weights, of a byte for each number, get no gradients.
+    trained = [i for i, x in enumerate(inputs) if x.dtype.itemsize > 1]
+
+    def run(turn, *values):
+        leaves = inputs.copy()
+        for i, value in zip(trained, values, strict=True):
+            leaves[i] = value
+        return run_turn(turn, route, *jax.tree.unflatten(tree, leaves))
+
+    def add_turn(carry):
+        turn, sums = carry
+        _, pull = jax.vjp(functools.partial(run, turn), *(inputs[i] for i in trained))
+        return turn + 1, [total + new for total, new in zip(sums, pull(grad_ND), strict=True)]
+
+    def zeros(x):  # the gradients of all turns are added in float32
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        return varying(varying_axes(x), jnp.zeros(x.shape, dtype))[0]
+
+    start = (jnp.int32(1), [zeros(inputs[i]) for i in trained])
+    _, sums = jax.lax.while_loop(lambda carry: carry[0] < route.turns, add_turn, start)
+    grads: list[Any] = [None] * len(inputs)
+    for i, total in zip(trained, sums, strict=True):
+        grads[i] = total.astype(inputs[i].dtype)
+    return None, *jax.tree.unflatten(tree, grads)
+
+
+further_turns.defvjp(
+    lambda run_turn, *inputs: (further_turns(run_turn, *inputs), inputs), _turns_backward
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def move(x_M, counts_PP, axes: tuple[str, ...], sizes: tuple[int, int], most: int):
+    """Sends rows of x to other devices. Returns [sizes[1], ...], with zeros after the last row.
+
+    Args:
+      x_M: [sizes[0], ...], rows in the order of their targets.
+      counts_PP: rows from each device to each.
+      most: no count is larger.
+    """
+    me = jax.lax.axis_index(axes)
+    sent_P, received_P = counts_PP[me], counts_PP[:, me]
+    if device().platform != "cpu":
+        (empty_C,) = varying(varying_axes(x_M), jnp.zeros((sizes[1], *x_M.shape[1:]), x_M.dtype))
+        places_P = before(counts_PP)[me]
+        return jax.lax.ragged_all_to_all(
+            x_M, empty_C, before(sent_P), sent_P, places_P, received_P, axis_name=axes
+        )
+    # XLA has none for CPUs: as many rows go to each device.
+    number_1K = jnp.arange(most)[None]
+    from_PK = jnp.where(number_1K < sent_P[:, None], before(sent_P)[:, None] + number_1K, -1)
+    blocks_PK = _take(x_M[None], from_PK.reshape(1, -1))[0].reshape(-1, most, *x_M.shape[1:])
+    blocks_PK = jax.lax.all_to_all(blocks_PK, axes, 0, 0, tiled=True)
+    row_C = jnp.arange(sizes[1])
+    source_C = (row_C[:, None] >= jnp.cumsum(received_P)[None]).sum(axis=1)
+    from_C = source_C * most + row_C - before(received_P)[source_C]
+    from_C = jnp.where(row_C < received_P.sum(), from_C, -1)
+    return _take(blocks_PK.reshape(1, -1, *x_M.shape[1:]), from_C[None])[0]
+
+
+move.defvjp(
+    lambda x, counts, *at: (move(x, counts, *at), counts),
+    lambda axes, sizes, most, counts, grad: (move(grad, counts.T, axes, sizes[::-1], most), None),
+)
+
+
+def before(x):
+    """The sum of the earlier elements along the first dim."""
+    return jnp.cumsum(x, axis=0) - x
+
+
+def count_devices(axes: tuple[str, ...]) -> int:
+    return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
 def weighted(out, weight):
@@ -153,9 +354,16 @@ def sum_shards(out_BTD, split):
     return jax.lax.psum(out_BTD, split["mlp"]) if split["mlp"] else out_BTD
 
 
-def varying(axes: tuple[str, ...], *arrays):
+def varying(axes: Iterable[str], *arrays):
     """Marks arrays as varying along mesh axes, so that their partial gradients are summed here."""
-    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x in arrays]
+    missing = [tuple(sorted({*axes} - varying_axes(x))) for x in arrays]
+    pairs = zip(arrays, missing, strict=True)
+    return [jax.lax.pcast(x, names, to="varying") if names else x for x, names in pairs]
+
+
+def varying_axes(x) -> frozenset[str]:
+    """The mesh axes along which an array varies; none if JAX doesn't check that."""
+    return jax.typeof(x).mat.varying
 
 
 def _take(x_BND, index_BM):

@@ -242,7 +242,7 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
     choice, *more = route(x_BTD, positions.counted_BT, slots)
 
     def compute(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
-        experts = LocalExperts(expert, weights, E, split)
+        experts = LocalExperts(expert, weights, E, split, sums_gradients=bool(config.matmul))
         choice = Choice(expert_BTJ, weight_BTJ, place_BTJ)
         if capacity is None:
             return dropless(experts, x_BTD, choice)

@@ -26,8 +26,16 @@ from recipes.common import checkpoint, hf
 from recipes.common.hf import gemma
 from recipes.common.hf import gpt_oss as oss
 from recipes.common.mesh import make_mesh
+from recipes.common.report import kernel
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import abstract_model, paths
+from recipes.common.train.step import gradients
+from recipes.instruments.prove.compare import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    compare_gradients,
+    largest_relative,
+)
 from tests.by_hand.hf_parity import FAMILIES as ALL_FAMILIES
 from tests.by_hand.hf_parity import (
     NOT_GOLDEN,
@@ -147,6 +155,30 @@ def test_a_restored_model_can_be_called_without_a_mesh_context(family):
     total, _ = compiled(lambda m, t: m.loss(t, t)[2]["loss"])(model, tokens_BT)
     picked = np.take_along_axis(wanted, TOKENS_BT[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(total, (jax.nn.logsumexp(wanted, axis=-1) - picked).sum(), rtol=1e-5)
+
+
+@pytest.mark.full
+def test_a_mixtral_trains_alike_where_rows_travel_to_its_experts():
+    """Imports are dropless, and four devices share out experts of which a position has two."""
+    path = f"hf:{GOLDEN / 'mixtral'}"
+    tokens_BT = np.tile(TOKENS_BT, (8 // len(TOKENS_BT), 1))
+    batch = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
+
+    def train(mesh: str):
+        made = make_mesh(mesh)
+        layout = checkpoint.layout_of(checkpoint.find(path), made)
+        variables = checkpoint.restore_variables(checkpoint.find(path), layout)
+        step = functools.partial(gradients, layout)
+        rows = jax.device_put(batch, layout.batch_shardings(batch))
+        grads, _, means = layout.compile(step, variables, rows, compiler_options=QUICK)(
+            variables, rows
+        )
+        return layout, float(means["loss"]), paths(jax.device_get(grads))
+
+    (_, wanted_loss, wanted), (layout, loss, found) = train("1x1"), train("data=2,expert=4")
+    assert "rows travel to at most 2 of 4 devices" in str(kernel.experts(layout))
+    assert loss == pytest.approx(wanted_loss, rel=LOSS_TOLERANCE)
+    assert largest_relative(compare_gradients(found, wanted)) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.full

@@ -119,6 +119,8 @@ CASES = [
     ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", RING),
     ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", RING | WINDOW),
     ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", WINDOW | {"capacity": None}),
+    ("moe", "data=1,seq=2,expert=4", "fsdp_ep_cp", RING | {"capacity": None}),
+    ("moe", "data=1,expert=4,model=2", "fsdp_ep_tp", {"capacity": None, "remat": "dispatched"}),
     ("moe", "data=2,seq=4", "fsdp_cp", RING | {"capacity": 0.5}),  # many positions are dropped
     ("moe", "data=1,seq=2,expert=2,model=2", "fsdp_ep_cp_tp", {}),
     ("moe", "4x2", "fsdp_tp_sp", {}),

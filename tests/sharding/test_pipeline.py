@@ -114,6 +114,7 @@ CASES = [
     ("transformer", "data=2,pipe=2,model=2", "fsdp_pp_tp", GPIPE | {"attention": "flash"}),
     ("moe", "data=2,pipe=2,expert=2", "fsdp_ep_pp", {"balance_rate": 0.01}),
     ("moe", "data=2,pipe=2,expert=2", "fsdp_ep_pp", GPIPE | {"capacity": None}),
+    ("moe", "data=1,pipe=2,expert=4", "fsdp_ep_pp", {"capacity": None}),
     ("moe", "data=2,pipe=4", "fsdp_pp", {"capacity": 0.5, "balance_rate": 0.01}),
     ("moe", "data=2,pipe=2,model=2", "fsdp_pp_tp", {}),
 ]

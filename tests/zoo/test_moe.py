@@ -14,13 +14,18 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from recipes.common import entries
+from recipes.common.report import kernel
+from recipes.common.report.hlo import collectives
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import make_layout
+from recipes.common.sharding.shape import ExpertsShape
 from recipes.common.train.step import gradients
+from recipes.instruments.plan.textbook import devices_of_a_row, transfers
 from tests.conftest import full_except
 from tests.support.quick import QUICK
+from zoo import dispatch
 from zoo.attention import make_positions
 from zoo.experts import GatedExperts
 from zoo.moe import RULES, Config, MoE
@@ -519,6 +524,121 @@ def test_dense_first_layers_train_alike_on_any_mesh(mesh, strategy):
     assert_close(metrics, aux, 2e-6)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(gradient), strict=True):
         assert np.linalg.norm(x - y) <= 2e-5 * np.linalg.norm(y)
+
+
+# ---- rows that travel to the devices of their experts --------------------------------------------
+
+LOADS = {
+    "as routed": (2, ()),
+    "all rows to one device": (2, (0, 1)),
+    "all rows to one expert": (1, (7,)),
+    "other devices for each choice": (3, (0, 2, 4)),
+    "one device for two of three choices": (3, (2, 6, 7)),
+}
+
+
+@functools.cache
+def computed(load: str, mesh: str, strategy: str, room: float):
+    """(output, gradients) of a mixture of 8 experts, whose choice a bias decides."""
+    choices, chosen = LOADS[load]
+    config = dataclasses.replace(Config.tiny(), capacity=None, experts_per_token=choices)
+    module = GatedExperts(config, biased=True, normalize=True, rngs=nnx.Rngs(0))
+    module.bias[...] = jnp.zeros(8).at[jnp.array(chosen, int)].set(100.0)
+    graph, weights = nnx.split(module)
+    x_BTD = np.random.default_rng(0).normal(size=(8, 5, config.embed)).astype(np.float32)
+
+    def total(weights, x_BTD):
+        positions = make_positions(config, jnp.zeros((8, 5), jnp.int32))
+        out_BTD, _ = nnx.merge(graph, weights)(x_BTD, positions)
+        return (out_BTD * jnp.cos(x_BTD)).sum(), out_BTD
+
+    step = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True, allow_int=True))
+    if not mesh:
+        return jax.device_get(step(weights, x_BTD)[::-1])
+    made = make_mesh(mesh)
+    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(made):
+        patch.setattr(dispatch, "ROOM", room)
+        with nnx.logical_axis_rules(tuple(RULES[strategy].items())):
+            on_mesh = jax.device_put(weights, nnx.get_named_sharding(weights, made))
+            x_BTD = jax.device_put(x_BTD, jax.NamedSharding(made, jax.P(("data", "expert"))))
+            return jax.device_get(step(on_mesh, x_BTD)[::-1])
+
+
+TRAVELS = [
+    ("all rows to one device", "data=2,expert=4", "ep", 1.5),  # three turns
+    ("as routed", "data=1,expert=4", "ep", 8.0),
+    ("as routed", "data=1,expert=4", "ep", 0.3),
+    ("all rows to one expert", "data=1,expert=8", "ep", 1.5),
+    ("other devices for each choice", "data=1,expert=4,model=2", "fsdp_ep_tp", 1.5),
+    ("one device for two of three choices", "data=2,expert=4", "fsdp_ep", 0.7),
+]
+
+
+@pytest.mark.parametrize(
+    ("load", "mesh", "strategy", "room"), full_except(TRAVELS, TRAVELS[:1] + TRAVELS[-1:])
+)
+def test_rows_travel_to_the_devices_of_their_experts(load, mesh, strategy, room):
+    """Whatever the load, nothing is dropped: outputs and gradients are those of one device."""
+    wanted_BTD, wanted = computed(load, "", "", room)
+    found_BTD, found = computed(load, mesh, strategy, room)
+    np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=1e-6)
+    for want, x in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        if want.dtype == np.float32:
+            np.testing.assert_allclose(x, want, rtol=1e-4, atol=1e-6 * max(1, np.abs(want).max()))
+
+
+@pytest.mark.parametrize(
+    ("remat", "times"), full_except([("dispatched", 4), ("full", 5)], [("full", 5)])
+)
+def test_rows_travel_once_forward_once_backward_and_once_for_remat(remat, times):
+    """To experts and back; remat repeats the way there. Further turns, which data decides, don't count."""
+    config = dataclasses.replace(Config.tiny(), capacity=None, remat=remat, num_layers=1)
+    layout = make_layout(MoE, config, make_mesh("data=1,expert=4"), "ep", batch_size=4, seq_len=16)
+    batch = layout.abstract_batch({"tokens": ROW_OF_IDS, "targets": ROW_OF_IDS})
+    step = layout.compile(
+        functools.partial(gradients, layout), layout.variables(), batch, compiler_options=QUICK
+    )
+    sent = [x for x in collectives(step.as_text()) if x.kind == "all-to-all"]
+    of_rows = sum(x.times for x in sent if x.shapes[0][-1] == config.embed)
+    assert of_rows == times
+
+
+ROW_OF_IDS = jax.ShapeDtypeStruct((16,), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("experts", "devices", "wanted"),
+    [
+        ({"number": 8, "per_token": 2}, 4, 4 * (1 - 15 / 28)),
+        ({"number": 4, "per_token": 1}, 4, 1),
+        # Four groups of two experts, of which a position chooses two: on two devices of four.
+        ({"number": 8, "per_token": 3, "groups": 4, "top_groups": 2}, 4, 2),
+    ],
+)
+def test_a_row_goes_to_fewer_devices_than_it_has_experts(experts, devices, wanted):
+    shape = ExpertsShape(**experts, width=1, weights=1, capacity=None)
+    assert devices_of_a_row(shape, devices) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "line", "kinds"),
+    [
+        ("data=1,expert=4", "rows travel to at most 2 of 4 devices along expert", {"all-to-all"}),
+        ("data=2,expert=2", "2 devices along expert gather all rows", {"all-gather", "reduce-scatter"}),
+    ],
+)  # fmt: skip
+def test_how_rows_reach_dropless_experts_is_decided_by_bytes(mesh, line, kinds):
+    config = dataclasses.replace(Config.tiny(), capacity=None, remat="none")
+    layout = make_layout(MoE, config, make_mesh(mesh), "ep", batch_size=8, seq_len=16)
+    assert kernel.experts(layout) == [f"experts: dropless, {line}"]
+    sent = [x for x in transfers(layout) if x.purpose == "exchanges"]
+    assert {x.kind for x in sent} == kinds
+    rows = 8 * 16 / layout.batch_shards * config.embed * 4 * config.num_layers
+    n = layout.count_shards("expert")
+    each = 4 * (1 - 15 / 28) * (n - 1) / n if n == 4 else n - 1
+    assert sum(x.bytes for x in sent) == pytest.approx(
+        4 * rows * each
+    )  # there and back, forward and backward
 
 
 @pytest.mark.full

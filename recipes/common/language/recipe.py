@@ -67,7 +67,12 @@ def main(
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer, run.seed)
     print0(*corpus.notes, *kernel.report(layout, text.seq_len, "segment_ids" in corpus.filler))
-    print0(*kernel.matmul(layout), *stages(layout, training.accumulate), *describe_set(flags))
+    print0(
+        *kernel.experts(layout),
+        *kernel.matmul(layout),
+        *stages(layout, training.accumulate),
+        *describe_set(flags),
+    )
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)

@@ -31,8 +31,8 @@ def collectives(hlo: str | None) -> list[Collective]:
     it starts: as `-start`, or see `_continues`.
 
     Three figures are bounds. A ragged-all-to-all counts its whole buffer, which may be partly
-    filled at run time. A conditional counts its branch with most bytes. A loop whose end is unknown
-    counts its maximum number of iterations, or one.
+    filled at run time. A conditional counts its branch with most bytes. A loop whose end depends on
+    data counts no iteration.
     """
     return _transfers(hlo, performed)
 

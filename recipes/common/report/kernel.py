@@ -5,12 +5,14 @@ from typing import Any
 
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout
+from recipes.common.sharding.rules import target_axes
 from recipes.common.sharding.shape import AttentionShape
 from zoo.context import choose_exchange
+from zoo.dispatch import exchanges
 from zoo.kernels import Choice, Request, choose_kernel
 from zoo.quantization import has_float8
 from zoo.sharding import device, mesh_axes, shards
-from zoo.strategies import SEQ
+from zoo.strategies import EXPERT, SEQ
 
 PLATFORMS = {"splash": "tpu", "cudnn": "gpu"}  # kernel → the only platform that has it
 
@@ -73,6 +75,22 @@ def attention_kernel(
         two_sided=attention.window is not None and not attention.causal,
     )
     return choose_kernel(config.attention, request)
+
+
+def experts(layout: Layout) -> list[str]:
+    """A line about how rows reach dropless experts on other devices, if there are any."""
+    names = target_axes(layout.rules.get(EXPERT))
+    devices = layout.count_shards(EXPERT) if names else 1
+    dropless = [x for x, _ in layout.shape.trained_experts if not x.capacity]
+    if devices == 1 or not dropless:
+        return []
+    choices = dropless[0].per_token
+    over = " and ".join(names)
+    if exchanges(devices, choices):
+        way = f"rows travel to at most {choices} of {devices} devices along {over}"
+    else:
+        way = f"{devices} devices along {over} gather all rows"
+    return [f"experts: dropless, {way}"]
 
 
 def matmul(layout: Layout) -> list[str]:

@@ -38,7 +38,10 @@ def called(line: str) -> Iterator[tuple[str, str]]:
 
 
 def trips(line: str, lines: list[str], computations: dict[str, list[str]]) -> int:
-    """Iterations of a while loop among `lines`: XLA's own note, or from its counter's constants."""
+    """Iterations of a while loop among `lines`: XLA's own note, or from its counter's constants.
+
+    0 if data decides: dispatch.further_turns runs for few loads.
+    """
     noted = re.search(r"known_trip_count\W+n\W+(\d+)", line)
     if noted:
         return int(noted[1])
@@ -50,6 +53,8 @@ def trips(line: str, lines: list[str], computations: dict[str, list[str]]) -> in
     counter = re.search(r"= [su]32\[\]\S* get-tuple-element\(.*index=(\d+)", test)
     initial = operands(made(operands(line)[0], lines))
     results = operands(next((x for x in body if x.startswith("ROOT ")), ""))
+    if not bounds and counter:
+        return 0
     if not bounds or not counter or int(counter[1]) >= min(len(initial), len(results)):
         return 1
     start = _value(initial[int(counter[1])], lines) or 0

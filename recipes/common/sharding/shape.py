@@ -80,6 +80,8 @@ class ExpertsShape:
     width: int  # F, hidden width of one expert
     weights: int  # of one expert
     capacity: float | None  # slots, as a multiple of an even load; None: dropless
+    groups: int = 1  # of experts; those of a position are in its `top_groups` best groups
+    top_groups: int = 1
 
     @property
     def slots(self) -> float:
@@ -334,6 +336,8 @@ def _experts(matrices: list[tuple], embed: int, config: Any) -> ExpertsShape:
         width=weights // (embed * len(matrices)),
         weights=weights,
         capacity=_stated(config, "capacity"),
+        groups=_stated(config, "groups") or 1,
+        top_groups=_stated(config, "top_groups") or 1,
     )
 
 

@@ -9,12 +9,18 @@ from recipes.common.report.kernel import attention_kernel
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import matrix_sides
 from recipes.common.sharding.rules import count_shards
-from recipes.common.sharding.shape import AttentionShape, LayerShape, RecurrenceShape
+from recipes.common.sharding.shape import (
+    AttentionShape,
+    ExpertsShape,
+    LayerShape,
+    RecurrenceShape,
+)
 from zoo.context import choose_exchange
+from zoo.dispatch import ROOM, exchanges
 from zoo.pipeline import microbatches
 from zoo.sharding import optimizer_axes
 from zoo.splash import count_partial_gradients
-from zoo.strategies import HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
+from zoo.strategies import EXPERT, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
 from zoo.vocabulary import positions_at_once
 
 IN_FLIGHT = 5  # layers' inputs on the device, on their way to the host's memory or back
@@ -201,8 +207,9 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
     mlp = layer.mlp // layout.count_shards(MLP)
     hidden, dispatched = float(mlp), 0.0
     if layer.experts:
-        hidden += layer.experts.slots * (layer.experts.width // layout.count_shards(MLP))
-        dispatched = layer.experts.slots * layout.shape.embed
+        slots = expert_slots(layout, layer.experts)
+        hidden += slots * (layer.experts.width // layout.count_shards(MLP))
+        dispatched = slots * layout.shape.embed
     return Activations(
         queries=queries,
         kv=kv,
@@ -216,6 +223,15 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
         partials=partials,
         scores=scores,
     )
+
+
+def expert_slots(layout: Layout, experts: ExpertsShape) -> float:
+    """Slots on a device for each of its positions. Dropless ones need not be full, see dispatch."""
+    if experts.capacity:
+        return experts.slots
+    devices = layout.count_shards(EXPERT)
+    times = ROOM if exchanges(devices, experts.per_token) else devices
+    return times * experts.per_token
 
 
 def position_groups(layout: Layout, recurrence: RecurrenceShape) -> int:

@@ -16,9 +16,11 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import ITERATIONS, Form, form_of, matrix_sides
 from recipes.common.sharding.rules import target_axes
+from recipes.common.sharding.shape import ExpertsShape
 from recipes.instruments.plan.memory import compute_bytes
 from zoo.context import choose_exchange
 from zoo.decoder import HEAD_PATH
+from zoo.dispatch import exchanges
 from zoo.pipeline import microbatches
 from zoo.sharding import device, optimizer_axes, shards
 from zoo.strategies import EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
@@ -410,20 +412,37 @@ def _of_states(layout: Layout) -> Iterator[Transfer]:
 def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
     """Transfers to the devices of other experts and back.
 
-    Slots of D numbers each go there and come back, and so do their gradients: four times (n - 1) /
-    n of them, where n devices share the experts; five times if remat sends them again.
+    Rows of D numbers go there and their sums come back, and so do their gradients: four times (n - 1)
+    / n of them, where n devices share the experts; five times if remat sends them again. With a
+    capacity they are slots. Dropless rows go once to each device of their experts; if each row has
+    no fewer experts than there are devices, all devices gather all rows.
     """
     axes = frozenset(_split_by(layout, [EXPERT]))
-    if not axes:
-        return
-    # A device that has a part of each row has as many slots as if it had the whole row.
-    tokens = device_tokens(layout) * layout.seq_shards
-    slots = sum(x.slots * count for x, count in layout.shape.trained_experts) * tokens
+    devices = _devices(layout, axes)
     times = 4 if layout.shape.remat in ("none", "dispatched") else 5
-    sent = times * ring(_devices(layout, axes)) * slots * layout.shape.embed
-    yield Transfer(
-        "exchanges", "all-to-all", axes, sent * compute_bytes(layout) * busy(layout, accumulate)
-    )
+    each = layout.shape.embed * compute_bytes(layout) * busy(layout, accumulate)
+    for experts, count in layout.shape.trained_experts if devices > 1 else ():
+        rows = count * device_tokens(layout)
+        if experts.capacity:
+            # A device that has a part of each row has as many slots as if it had the whole row.
+            slots = rows * layout.seq_shards * experts.slots
+            yield Transfer("exchanges", "all-to-all", axes, times * ring(devices) * slots * each)
+        elif exchanges(devices, experts.per_token):
+            copies = rows * devices_of_a_row(experts, devices)
+            yield Transfer("exchanges", "all-to-all", axes, times * ring(devices) * copies * each)
+        else:
+            whole = ring(devices) * devices * rows * each
+            yield Transfer("exchanges", "all-gather", axes, (times - 2) * whole)
+            yield Transfer("exchanges", "reduce-scatter", axes, 2 * whole)
+
+
+def devices_of_a_row(experts: ExpertsShape, devices: int) -> float:
+    """The mean number of devices with experts of a row, if it chooses them at random."""
+    share = experts.top_groups / experts.groups if devices % experts.groups == 0 else 1
+    number, devices = round(experts.number * share), round(devices * share)
+    others = number - number // devices
+    none = math.comb(others, experts.per_token) / math.comb(number, experts.per_token)
+    return devices * (1 - none)
 
 
 def _in_use(layout: Layout, axes: Iterable[str]) -> list[str]:
