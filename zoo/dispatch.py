@@ -212,7 +212,8 @@ def exchange(experts: LocalExperts, x_ND, expert_NJ, weight_NJ) -> jax.Array:
     turn_NJ = jnp.take_along_axis(first_NP // room, device_NJ, axis=1)
     mesh = tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
     turns = -(-taken_PP.sum(axis=0).max() // room)
-    turns = jax.lax.pmax(*varying(mesh, turns), mesh)
+    (turns,) = varying(mesh, turns)
+    turns = jax.lax.pmax(turns, mesh)
     route = Route(expert_NJ, device_NJ, jnp.where(is_first_NJ, turn_NJ, -1), turns)
     run_turn = functools.partial(one_turn, experts, room)
     first_ND = run_turn(jnp.int32(0), route, x_ND, weight_NJ, experts.weights)
@@ -249,7 +250,8 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     # The choices of the turn's last row may go beyond the room.
     out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots=room + J - 1)
     out_MD = move(out_CD, counts_PP.T, axes, (room, N * J), N)
-    return unite(out_MD[None], place_NJ[None], row_M[None])[0]
+    out_1ND = unite(out_MD[None], place_NJ[None], row_M[None])
+    return jnp.asarray(out_1ND).reshape(N, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
