@@ -249,13 +249,12 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     expert_CJ = both_CJ[:, :J].astype(jnp.int32) - 1 - first
     # The choices of the turn's last row may go beyond the room.
     out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots=room + J - 1)
-    out_MD = move(out_CD, counts_PP.T, axes, (room, N * J), N)
-    out_1ND = unite(out_MD[None], place_NJ[None], row_M[None])
-    return jnp.asarray(out_1ND).reshape(N, -1)
+    out_MD = jnp.asarray(move(out_CD, counts_PP.T, axes, (room, N * J), N))
+    return unite(out_MD[None], place_NJ[None], row_M[None])[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def further_turns(run_turn, route: Route, x_ND, weight_NJ, weights):
+def further_turns(run_turn, route: Route, x_ND, weight_NJ, weights) -> Any:
     """The sum of all turns but the first; saves no more than its inputs."""
 
     def add_turn(carry):
@@ -301,7 +300,7 @@ further_turns.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def move(x_M, counts_PP, axes: tuple[str, ...], sizes: tuple[int, int], most: int):
+def move(x_M, counts_PP, axes: tuple[str, ...], sizes: tuple[int, int], most: int) -> Any:
     """Sends rows of x to other devices. Returns [sizes[1], ...], with zeros after the last row.
 
     Args:
