@@ -12,7 +12,7 @@ from flax import nnx
 
 from .gelu import GeluMLP, layer_norm
 from .layers import add_bias, dot, multiply
-from .sharding import constrain, explicit, in_use, param, reshape, zeros
+from .sharding import constrain, explicit, in_use, param, reshape, shards, zeros
 from .strategies import DECODER
 
 
@@ -55,7 +55,8 @@ class Pooling(nnx.Module):
         used = in_use(self, DECODER.in_use, self.config.dtype)
         probe_D = constrain(used.probe[...], None)
         where = explicit("batch", None, "act_embed")
-        shape = (len(x_BTD), 1, len(probe_D))
+        # Where rules split positions, one for each part.
+        shape = (len(x_BTD), max(shards("seq"), shards("residual_seq")), len(probe_D))
         probe_B1D = jnp.broadcast_to(probe_D[None, None], shape, out_sharding=where)
         q_B1NH = add_bias(multiply(probe_B1D.astype(x_BTD.dtype), used.q), used.q_bias)
         # The bias of keys adds the same to all scores, which the softmax cancels; see vit.py.

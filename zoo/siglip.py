@@ -26,11 +26,11 @@ from flax import nnx
 from .attention import Attention, make_positions
 from .config import Compute
 from .gelu import GeluMLP, layer_norm
-from .layers import Kind, add_bias, add_output, multiply
+from .layers import Kind, add_output, dot
 from .pairs import EXCHANGES, LOSSES, loss_of_pairs
 from .patches import Pooling, embed_patches
 from .sharding import (
-    Rules, check_rules, complete_tables, constrain, in_use, param, variable, zeros,
+    Rules, check_rules, complete_tables, constrain, explicit, in_use, param, variable, zeros,
 )  # fmt: skip
 from .stack import layer_in_use, scan_layers, stack
 from .strategies import DECODER, encoder_rules
@@ -125,9 +125,10 @@ AXES = dataclasses.replace(
         "positions": "both",  # of patches
         "text_positions": "both",  # T
         "words": "both",  # V
+        "score": "weights",  # one number, of all scores
     },
     uneven=DECODER.uneven
-    | dict.fromkeys(("channels", "positions", "text_positions", "words"), "replicated"),
+    | dict.fromkeys(("channels", "positions", "text_positions", "words", "score"), "replicated"),
     positions=(),
 )
 
@@ -192,8 +193,8 @@ class Siglip(nnx.Module):
         self.text_head = param(rngs, (D, D), ("embed", "norm"), D**-0.5)
         self.text_head_bias = zeros((D,), ("norm",))
         # Scores are x · y · exp(log_scale) + score_bias; at first, most pairs are none.
-        self.log_scale = variable(jnp.full(1, math.log(10.0), jnp.float32), ("norm",))
-        self.score_bias = variable(jnp.full(1, -10.0, jnp.float32), ("norm",))
+        self.log_scale = variable(jnp.full(1, math.log(10.0), jnp.float32), ("score",))
+        self.score_bias = variable(jnp.full(1, -10.0, jnp.float32), ("score",))
 
     def embed_images(self, image_BWWC) -> jax.Array:
         """Embeddings of images, [B, D], float32, of length 1."""
@@ -208,8 +209,9 @@ class Siglip(nnx.Module):
         x_BTD = look_up(table_copies(self.words, self.config.dtype), tokens_BT)
         x_BTD = self.text(self._add_positions(x_BTD, self.text_positions))
         head = in_use(self.text_head, AXES.in_use, x_BTD.dtype)
-        x_B1D = add_bias(multiply(x_BTD[:, -1:], head), self.text_head_bias)
-        return unit(constrain(x_B1D, "batch", None, "act_embed")[:, 0])
+        x_BD = dot("BD,DE->BE", x_BTD[:, -1], head[...], explicit("batch", None))
+        x_BD = (x_BD + self.text_head_bias[...][None]).astype(x_BTD.dtype)
+        return unit(constrain(x_BD, "batch", "act_embed"))
 
     def _add_positions(self, x_BTD, table: nnx.Param) -> jax.Array:
         """Adds learned positions in float32, so that their gradient is summed over B in float32."""

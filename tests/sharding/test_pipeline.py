@@ -220,7 +220,7 @@ MUTATIONS = {
         "positions_of(self.rows(m))",
         "positions_of(self.rows(0))",
     ),
-    "a stage's gradient counted on all": ("difference(*inside[i])", "union()"),
+    "a stage's gradient counted on all": ("difference(*inside)", "union()"),
     "the last stage's loss on all": ("self.index * size, size", "0 * size, size"),
     "what another microbatch kept": ("saved[m % self.slots]", "saved[(m + 1) % self.slots]"),
 }

@@ -46,7 +46,7 @@ def train(params, buffers, batch, steps=4):
     losses = []
     for _ in range(steps):
         (loss, buffers), grads = step(params, buffers, batch)
-        params = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+        params = jax.tree.map(lambda w, g: w - 0.02 * g, params, grads)
         losses.append(float(loss))
     return losses
 
