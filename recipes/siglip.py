@@ -18,8 +18,9 @@ from data import captions
 from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
 from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
+from recipes.common.pictures import INPUTS, Pictures
 from recipes.common.report.plan import plan
-from recipes.common.runtime import Run, flag, make_mesh, print0
+from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.train.flags import Training
@@ -30,34 +31,17 @@ from recipes.common.train.step import TrainStep
 from zoo.sharding import constrain
 from zoo.siglip import SIZES, Config, Siglip
 
-# Fields of Config that say how pictures are read: a checkpoint's stay as they were.
-INPUTS = ("channels", "labels", "mean", "std", "resample")
 LOCAL = (
     "warning: --pairs=local compares the pairs of each device alone: another loss on each mesh, with "
     "fewer negatives on more devices."
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Flags of the pictures and their captions."""
-
-    dataset: str = flag(
-        "digits",
-        "Pictures: digits, a folder with one subfolder for each class, or hf:NAME.",
-        "data",
-    )
-    image_column: str = flag("image", "Column with the images of hf: datasets.", "data")
-    label_column: str = flag("label", "Column with their labels.", "data")
-    crop: bool = flag(True, "Shift training pictures at random, by up to an eighth.", "data")
-    flip: bool = flag(False, "Mirror half of the training pictures, left to right.", "data")
-
-
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
 MODEL = model_flags(Config, ("image_size", "patch", "loss", "pairs", *ENCODER), SIZES, Config.REMAT)
 
 
-def main(run: Run, flags: Any, data: Data, training: Training) -> None:
+def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
     mesh, folder = make_mesh(run.mesh), open_run("siglip", run, flags, data, training)
     if folder.start and not flags.size:
@@ -128,4 +112,4 @@ def zero_shot(config: Config, layout: Layout) -> Callable[..., Tree]:
 
 
 if __name__ == "__main__":
-    start(main, Run(steps=600, batch_size=128, learning_rate=2e-3), MODEL, Data(), Training())
+    start(main, Run(steps=600, batch_size=128, learning_rate=2e-3), MODEL, Pictures(), Training())

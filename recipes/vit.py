@@ -17,9 +17,10 @@ from recipes.common import checkpoint
 from recipes.common.checkpoint import NewHead, open_run
 from recipes.common.classification import confusion, show
 from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
+from recipes.common.pictures import INPUTS, Pictures
 from recipes.common.report import flops, kernel
 from recipes.common.report.plan import plan
-from recipes.common.runtime import Run, flag, make_mesh, print0
+from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train.flags import Training
@@ -30,32 +31,15 @@ from recipes.common.train.step import TrainStep
 from zoo.stack import REMAT_POLICIES
 from zoo.vit import SIZES, Config, ViT
 
-# Fields of Config that say how pictures are read: a checkpoint's stay as they were.
-INPUTS = ("channels", "labels", "mean", "std", "resample")
 HEAD = ("head", "head_bias")  # parameters that other classes need anew
 KERNEL = "attention: xla, because the kernels attend to earlier positions alone"
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Flags of the pictures."""
-
-    dataset: str = flag(
-        "digits",
-        "Pictures: digits, a folder with one subfolder for each class, or hf:NAME.",
-        "data",
-    )
-    image_column: str = flag("image", "Column with the images of hf: datasets.", "data")
-    label_column: str = flag("label", "Column with their labels.", "data")
-    crop: bool = flag(True, "Shift training pictures at random, by up to an eighth.", "data")
-    flip: bool = flag(False, "Mirror half of the training pictures, left to right.", "data")
 
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
 MODEL = model_flags(Config, ("image_size", "patch", *ENCODER), SIZES, REMAT_POLICIES)
 
 
-def main(run: Run, flags: Any, data: Data, training: Training) -> None:
+def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
     # ---- Data: batch k is a pure function of (seed, k); pictures decide the classes --------------
     mesh, folder = make_mesh(run.mesh), open_run("vit", run, flags, data, training)
     config = model_config(flags, folder.start, mesh.devices.flat[0])
@@ -112,4 +96,4 @@ def model_config(flags: Any, start: checkpoint.Source | None, device: jax.Device
 
 
 if __name__ == "__main__":
-    start(main, Run(steps=1000, batch_size=64, learning_rate=2e-3), MODEL, Data(), Training())
+    start(main, Run(steps=1000, batch_size=64, learning_rate=2e-3), MODEL, Pictures(), Training())

@@ -40,6 +40,7 @@ LAYERS = {
     "generation": {"runtime", "sharding"},
     "generation_config": {"runtime"},
     "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
+    "pictures": {"runtime"},
     "int8_weights": {"runtime", "sharding"},
     "distillation": {"runtime", "sharding"},
     "language": {

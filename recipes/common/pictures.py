@@ -1,0 +1,23 @@
+"""The flags of pictures, for the recipes that read them."""
+
+import dataclasses
+
+from recipes.common.runtime.flags import flag
+
+# Fields of Config that say how pictures are read: a checkpoint's stay as they were.
+INPUTS = ("channels", "labels", "mean", "std", "resample")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """Flags of the pictures."""
+
+    dataset: str = flag(
+        "digits",
+        "Pictures: digits, a folder with one subfolder for each class, or hf:NAME.",
+        "data",
+    )
+    image_column: str = flag("image", "Column with the images of hf: datasets.", "data")
+    label_column: str = flag("label", "Column with their labels.", "data")
+    crop: bool = flag(True, "Shift training pictures at random, by up to an eighth.", "data")
+    flip: bool = flag(False, "Mirror half of the training pictures, left to right.", "data")
