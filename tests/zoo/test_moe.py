@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from tests.conftest import full_except
 from tests.support.quick import QUICK
 from zoo import dispatch
 from zoo.attention import make_positions
-from zoo.experts import GatedExperts
+from zoo.experts import GatedExperts, feed_forward
 from zoo.moe import RULES, Config, MoE
 from zoo.sizes import MOE as SIZES
 
@@ -695,3 +696,16 @@ def test_four_microbatches_give_the_gradient_of_one():
     assert_close(means, figures, 2e-6)
     for x, y in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         assert np.linalg.norm(x - y) < 2e-6 * np.linalg.norm(y)
+
+
+def test_a_gate_scales_what_all_positions_share():
+    """The MLP beside the experts is multiplied by sigmoid(x · gate), the experts' output is not."""
+    x_BTD, gate_D = np.random.default_rng(0).standard_normal((3, 5, 8)), np.linspace(-1, 1, 8)
+    layer = types.SimpleNamespace(
+        mlp=lambda x: 2 * x, mlp_gate=nnx.Param(jnp.asarray(gate_D, jnp.float32)),
+        experts=lambda x, positions: (3 * x, {"load": positions}),
+    )  # fmt: skip
+    out_BTD, metrics = feed_forward(layer, jnp.asarray(x_BTD, jnp.float32), "positions")
+    share_BT1 = 1 / (1 + np.exp(-(x_BTD @ gate_D)))[..., None]
+    np.testing.assert_allclose(out_BTD, 2 * x_BTD * share_BT1 + 3 * x_BTD, rtol=1e-5)
+    assert metrics == {"load": "positions"}
