@@ -33,9 +33,7 @@ class Architecture:
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
     layer_kinds: tuple[Kind, ...] = ()  # one period of Kinds, repeated over the depth
-    period: tuple[
-        str, ...
-    ] = ()  # for layers of unequal shapes: the stack of each layer of a period
+    period: tuple[str, ...] = ()  # for layers of unequal shapes: each layer's stack in a period
     tie_embeddings: bool = True
     causal: bool = True  # whether a position attends to earlier ones only
     dense_layers: int = 0  # the first ones, which have an MLP in place of experts

@@ -76,8 +76,8 @@ def roofline(flags: RooflineFlags) -> None:
         bound = "memory" if x.flops / x.rate < x.bytes / hardware.bandwidth else "compute"
         least = f"{1e3 * x.least(hardware):.2f}"
         table.row(x.name, x.kind, x.times, bound, f"{x.bytes / 1e6:,.0f}", least)
-    print0("", f"{flags.entry} {flags.size} on one {hardware.name}, {flags.batch_size} × "
-           f"{flags.seq_len:,} tokens, remat {flags.remat}. A kernel takes at least its matmuls' FLOPs at "
+    what = f"{flags.entry} {flags.size}, {flags.batch_size} × {flags.seq_len:,} tokens, remat {flags.remat}"
+    print0("", f"{flags.program or what}, on one {hardware.name}. A kernel takes at least its matmuls' FLOPs at "
            "the peak of their format, and its bytes at the memory's bandwidth; attention counts as for "
            f"one document a row. The host waits {reading.waits} times a step for the GPU to say whether "
            "a loop goes on.", machine())  # fmt: skip
