@@ -13,7 +13,7 @@ import concurrent.futures
 import hashlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,13 +153,7 @@ def load(
     sample = np.stack([train_pixels[i] for i in some]).reshape(-1, form.channels) / 255.0
     mean = tuple(mean) or tuple(round(float(x), 6) for x in sample.mean(axis=0))
     std = tuple(std) or tuple(max(round(float(x), 6), 1e-3) for x in sample.std(axis=0))
-    digest = hashlib.sha256(repr((names, *form)).encode())
-    for part in (train_pixels, train_label, test_pixels, test_label):
-        if isinstance(part, Files):
-            sizes = [(str(file), file.stat().st_size) for file in part.paths]
-            digest.update(repr(sizes).encode())
-        else:
-            digest.update(np.ascontiguousarray(part).tobytes())
+    parts = (train_pixels, train_label, test_pixels, test_label)
     return Dataset(
         train=Images(train_pixels, train_label, mean, std, Augment(crop, flip, seed)),
         held_out=Images(test_pixels, test_label, mean, std, Augment()),
@@ -167,9 +161,21 @@ def load(
         unit="images",
         units=1,
         config=dict(channels=form.channels, classes=len(labels), labels=labels, mean=mean, std=std),
-        facts={"dataset": dataset, "fingerprint": digest.hexdigest()},
+        facts={"dataset": dataset, "fingerprint": _fingerprint(names, form, parts)},
         by_epoch=crop or flip,
     )
+
+
+def _fingerprint(names: Sequence[str], form: Form, parts: Iterable[Files | np.ndarray]) -> str:
+    """SHA-256 of classes, form, pixels and labels; of pictures in files, names and sizes instead."""
+    digest = hashlib.sha256(repr((names, *form)).encode())
+    for part in parts:
+        if isinstance(part, Files):
+            sizes = [(str(file), file.stat().st_size) for file in part.paths]
+            digest.update(repr(sizes).encode())
+        else:
+            digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()
 
 
 # ---- folders of pictures -------------------------------------------------------------------------

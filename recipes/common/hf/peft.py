@@ -94,15 +94,7 @@ class Adapter:
         full_name = add_prefix({tensor.name.removeprefix(PREFIX) for tensor in factors})
         names = tensors.rename(names, full_name, self.path)
         stored: dict[str, Any] = {PREFIX + name: tensor for name, tensor in names.items()}
-        supported = {_module(tensor.name) for tensor in factors if _target(tensor.path)}
-        for name in sorted(stored):
-            if ".lora_" in name and _module(name) not in supported:
-                kinds = sorted({module.rpartition(".")[2] for module in supported})
-                raise UserError(
-                    f"{self.path} adapts {name.removeprefix(PREFIX).partition('.lora_')[0]}, and the zoo "
-                    f"adapts only {', '.join(kinds)} of its base; merge the adapter with PEFT, and use "
-                    f"the merged model, or use {fix}"
-                )
+        self._check_modules(stored, factors, fix)
         adapted = {_target(tensor.path) for tensor in factors if tensor.name in stored}
         if not adapted - {None}:
             raise UserError(
@@ -115,15 +107,7 @@ class Adapter:
             for tensor in _factors(family, config)
             if _target(tensor.path) or tensor.name in stored  # an adapter may lack a head
         }
-        for name, factor in wanted.items():
-            if name in stored and not self._in_layers(name):
-                raise UserError(
-                    f"{self.path} has a tensor {name}, which layers_to_transform "
-                    f"{self.keys['layers_to_transform']} leaves out; use this adapter's own {CONFIG}"
-                )
-            # A layer without an adapter is one whose factors are 0.
-            if name not in stored and not self._adapts(family, config, factor):
-                stored[name] = tensors.Zeros(self.path, name, factor.shape)
+        stored |= self._zeros(family, config, wanted, stored)
         if (missing := wanted.keys() - stored.keys()) and not stored.keys() - wanted.keys():
             raise UserError(
                 f"{self.path} is missing tensor {min(missing)}; copy the missing file, list the "
@@ -138,6 +122,42 @@ class Adapter:
         return dataclasses.replace(
             self, metadata=self.metadata | facts, config=config, stored=stored, family=family
         )
+
+    def _check_modules(
+        self, stored: dict[str, Any], factors: list[tensors.Tensor], fix: str
+    ) -> None:
+        """Raises UserError if the adapter changes modules that the zoo does not adapt."""
+        supported = {_module(tensor.name) for tensor in factors if _target(tensor.path)}
+        for name in sorted(stored):
+            if ".lora_" in name and _module(name) not in supported:
+                kinds = sorted({module.rpartition(".")[2] for module in supported})
+                raise UserError(
+                    f"{self.path} adapts {name.removeprefix(PREFIX).partition('.lora_')[0]}, and the zoo "
+                    f"adapts only {', '.join(kinds)} of its base; merge the adapter with PEFT, and use "
+                    f"the merged model, or use {fix}"
+                )
+
+    def _zeros(
+        self,
+        family: Family,
+        config: Any,
+        wanted: dict[str, tensors.Tensor],
+        stored: dict[str, Any],
+    ) -> dict[str, tensors.Zeros]:
+        """Factors of 0, by name, for the layers that adapter_config.json leaves out.
+
+        Raises UserError if such a layer has factors.
+        """
+        zeros = {}
+        for name, factor in wanted.items():
+            if name in stored and not self._in_layers(name):
+                raise UserError(
+                    f"{self.path} has a tensor {name}, which layers_to_transform "
+                    f"{self.keys['layers_to_transform']} leaves out; use this adapter's own {CONFIG}"
+                )
+            if name not in stored and not self._adapts(family, config, factor):
+                zeros[name] = tensors.Zeros(self.path, name, factor.shape)
+        return zeros
 
     def _adapts(self, family: Family, config: Any, factor: tensors.Tensor) -> bool:
         """Whether adapter_config.json says that this factor exists, as PEFT reads it."""

@@ -63,13 +63,9 @@ def fit(
     layout, facts = step.layout, {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
     metadata = checkpoint_metadata(folder, layout)
     profile = check(folder, layout, facts, run)
-    abstract, compiled = step.abstract_state(), None
+    abstract = step.abstract_state()
     print0(report.headline(layout), report.table(layout, abstract))
-    if run.steps > folder.step:
-        print0("Compiling the train step.")  # a minute or more for a large model
-        both = abstract | ({"frozen": frozen.abstract()} if frozen else {})
-        compiled = step.lower(both, data.filler).compile()
-        print0(report.step(compiled))
+    compiled = compile_step(step, abstract, data, frozen) if run.steps > folder.step else None
 
     # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------
     lines = messages(folder, run, step)
@@ -110,6 +106,15 @@ def fit(
     if saver:
         saver.close()
     return state, log, totals
+
+
+def compile_step(step: TrainStep, abstract: Tree, data: Dataset, frozen: Frozen | None):
+    """Compiles the train step, and prints what it sends and needs."""
+    print0("Compiling the train step.")  # a minute or more for a large model
+    both = abstract | ({"frozen": frozen.abstract()} if frozen else {})
+    compiled = step.lower(both, data.filler).compile()
+    print0(report.step(compiled))
+    return compiled
 
 
 def check(folder: RunFolder, layout: Layout, facts: Tree, run: Run) -> Profile:

@@ -136,36 +136,17 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     stage, count as if they were divided too.
     """
     shape, config, stages = layout.shape, layout.config, layout.stages
-    D, remat = shape.embed, shape.remat
     width = compute_bytes(layout)
     rows = layout.batch_size // layout.batch_shards // accumulate
     count = microbatches(config, rows, stages) if stages > 1 else 1
     rows //= count
     length = layout.seq_len // layout.seq_shards
-    between = layout.seq_len // layout.count_shards(RESIDUAL_SEQ)  # positions, between sublayers
-    saved = recomputed = 0.0
-    scores = 0
-    for layer, layers in shape.trained_layers:
-        numbers = _activations(layout, layer, rows, segments)
-        layers /= stages
-        outside, inside = _saved_numbers(layout, layer, numbers)
-        saved += layers * rows * (between * outside + length * inside) * width
-        if remat == "none":  # also weights in use, and scores before and after the softmax
-            saved += layers * (sizes.layer + numbers.scores * (4 + width) // 4)
-        products = layer.matrices * numbers.hidden + 2 * numbers.dispatched
-        # The MLP's products are gone when the backward pass of attention or a recurrence begins.
-        working = max(products, numbers.partials, numbers.chunks * 4 // width)
-        # Of a recurrence, gradients too.
-        inner = 2 * numbers.queries + numbers.kv + 2 * numbers.recurrence + working + 2 * D
-        recomputed = max(recomputed, rows * length * inner * width)
-        scores = max(scores, numbers.scores)
-    if remat == "offload":
-        saved = IN_FLIGHT * rows * between * D * width
+    saved, recomputed, scores = _of_layers(layout, rows, segments, sizes)
     with layout.trace():
         chunk = positions_at_once(config.loss_chunk, rows, length)
     logits = rows * chunk * shape.vocab_size // layout.count_shards(VOCAB) * (4 + width)
-    table = shape.vocab_size // layout.count_shards(VOCAB) * D * width
-    cast = sizes.stacked * width // 4 if width < 4 and remat != "none" else 0  # or saved
+    table = shape.vocab_size // layout.count_shards(VOCAB) * shape.embed * width
+    cast = sizes.stacked * width // 4 if width < 4 and shape.remat != "none" else 0  # or saved
     # A loss of one chunk needs no sum of the table's gradients besides the logits.
     in_loss = table * (chunk < length), table + logits
     # While a layer computes, the next one is gathered; of experts with a capacity, one matrix at a
@@ -181,6 +162,41 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     if accumulate > 1:
         gradients += sizes.state
     return {"gradients": gradients, "saved activations": saved, "live working set": live}
+
+
+class OfLayers(NamedTuple):
+    """Bytes of a microbatch in the layers, on a device."""
+
+    saved: float  # by all layers, for the backward pass
+    recomputed: float  # of the layer that has most
+    scores: int  # attention scores in float32, of the layer that has most
+
+
+def _of_layers(layout: Layout, rows: int, segments: bool, sizes: Weights) -> OfLayers:
+    """Activations of `rows` rows in a stage's layers."""
+    shape, width = layout.shape, compute_bytes(layout)
+    D, remat = shape.embed, shape.remat
+    length = layout.seq_len // layout.seq_shards
+    between = layout.seq_len // layout.count_shards(RESIDUAL_SEQ)  # positions, between sublayers
+    saved = recomputed = 0.0
+    scores = 0
+    for layer, layers in shape.trained_layers:
+        numbers = _activations(layout, layer, rows, segments)
+        layers /= layout.stages
+        outside, inside = _saved_numbers(layout, layer, numbers)
+        saved += layers * rows * (between * outside + length * inside) * width
+        if remat == "none":  # also weights in use, and scores before and after the softmax
+            saved += layers * (sizes.layer + numbers.scores * (4 + width) // 4)
+        products = layer.matrices * numbers.hidden + 2 * numbers.dispatched
+        # The MLP's products are gone when the backward pass of attention or a recurrence begins.
+        working = max(products, numbers.partials, numbers.chunks * 4 // width)
+        # Of a recurrence, gradients too.
+        inner = 2 * numbers.queries + numbers.kv + 2 * numbers.recurrence + working + 2 * D
+        recomputed = max(recomputed, rows * length * inner * width)
+        scores = max(scores, numbers.scores)
+    if remat == "offload":
+        saved = IN_FLIGHT * rows * between * D * width
+    return OfLayers(saved, recomputed, scores)
 
 
 def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -> Activations:
