@@ -12,8 +12,7 @@ import sys
 import jax
 
 import tests.conftest  # noqa: F401, simulates the devices
-from recipes.common.entries import ENTRIES
-from tests.support.odd_shapes import check, draw_case
+from tests.support.odd_shapes import ENTRIES, check, draw_case
 
 
 def main() -> None:
