@@ -22,7 +22,7 @@ from flax import nnx
 
 from recipes import transformer
 from recipes.common import checkpoint
-from recipes.common.checkpoint import card, integrity, probe
+from recipes.common.checkpoint import card, integrity, locate, probe
 from recipes.common.entries import ENTRIES, zoo_file
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import quote, start
@@ -42,8 +42,6 @@ from zoo.transformer import Config, Transformer
 pytestmark = pytest.mark.promise("published")
 
 NAMES = checkpoint.published()
-ONE_PERIOD = "qwen3_next.stdlib_1m"  # its layers fit no two stages
-ROUNDED = ["moe.stdlib_2m", ONE_PERIOD]  # to bfloat16
 
 
 def every_mesh_and_table(name: str) -> list[tuple[str, str, str]]:
@@ -55,7 +53,7 @@ def every_mesh_and_table(name: str) -> list[tuple[str, str, str]]:
     found = {mesh: default_strategy(entry.rules, make_mesh(mesh)) for mesh in entry.meshes}
     others = {case[1]: case[2] for case in entry.cases if case[1] not in found.values()}
     pairs = [*((table, mesh) for mesh, table in found.items()), *others.items()]
-    return [(name, *pair) for pair in pairs if name != ONE_PERIOD or "pipe" not in pair[1]]
+    return [(name, *pair) for pair in pairs]
 
 
 FITTING = [case for name in NAMES for case in every_mesh_and_table(name)]
@@ -75,10 +73,10 @@ def files_of(folder: pathlib.Path) -> list[str]:
 
 
 def test_there_is_one_for_each_of_ours_and_together_they_are_small():
-    assert {"dot_relu_dot.teacher", "mlp.digits", "transformer.stdlib_3m", *ROUNDED} == {*NAMES}
+    assert {"dot_relu_dot.teacher", "mlp.digits", "transformer.stdlib_3m"} == {*NAMES}
     assert {name.split(".")[0] for name in NAMES} <= set(ENTRIES)
     sizes = [path.stat().st_size for path in checkpoint.PUBLISHED.rglob("*") if path.is_file()]
-    assert sum(sizes) < 18 * MIB
+    assert sum(sizes) < 12 * MIB
 
 
 @pytest.mark.parametrize(("name", "strategy", "mesh"), full_except(FITTING, ON_FAST.values()))
@@ -228,10 +226,9 @@ def test_a_card_says_what_is_there(name):
     text, metadata = (folder / card.FILE).read_text(), checkpoint.find(name).metadata
     arrays = paths(ocp.StandardCheckpointer().restore(folder / "state"))
     assert set(arrays) == {f"params/{path}" for path in metadata["logical_axes"]}
-    types = " and ".join(sorted({str(array.dtype) for array in arrays.values()}))
-    assert types == ("bfloat16 and float32" if name in ROUNDED else "float32")
-    assert f"| Parameters | {sum(array.size for array in arrays.values()):,}, {types} |" in text
-    assert ("| Rounded |" in text) == (types != "float32")
+    assert {str(array.dtype) for array in arrays.values()} == {"float32"}
+    assert f"| Parameters | {sum(array.size for array in arrays.values()):,}, float32 |" in text
+    assert "| Rounded |" not in text
     assert f"`python -m recipes.{metadata['entry']} --mesh=" in text
     evaluates = re.search(
         r"^    python -m recipes.* --restore_from=(\S+) --steps=0(.*)$", text, re.M
@@ -292,9 +289,20 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
         checkpoint.restore("mlp.digit", make_mesh("8"))
     assert str(caught.value) == (
         "--restore_from=mlp.digit does not exist; use a run's workdir or a checkpoint; "
-        "the zoo has dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, qwen3_next.stdlib_1m, "
-        "transformer.stdlib_3m"
+        "the zoo has dot_relu_dot.teacher, mlp.digits, transformer.stdlib_3m"
     )
+
+
+@pytest.mark.promise("user-errors")
+@pytest.mark.parametrize("name", locate.MADE_BY)
+def test_a_name_that_is_not_shipped_is_answered_with_the_run_that_makes_it(name, inside):
+    with pytest.raises(UserError) as caught:
+        checkpoint.find(name, "--teacher")
+    start = f"--teacher={name} does not come with the zoo; make it with `python -m recipes."
+    assert str(caught.value).startswith(start)
+    assert str(caught.value).endswith(f"--workdir=runs/{name}`, then use --teacher=runs/{name}")
+    done = inside(*locate.MADE_BY[name].split(), "--plan")
+    assert (done.code, done.err) == (0, ""), "its flags fit together"
 
 
 def test_it_evaluates_and_writes_text(inside, quick, book, tmp_path):

@@ -132,9 +132,9 @@ WORKDIR_ROWS = [
 ]  # fmt: skip
 
 RESTORE_ROWS = [
-    (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, qwen3_next.stdlib_1m, transformer.stdlib_3m"),
+    (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, transformer.stdlib_3m"),
     (["--restore_from=s3:b/run"], "--restore_from=s3:b/run has no ://; use gs://b/run, or a local path"),
-    (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, moe.stdlib_2m, qwen3_next.stdlib_1m, transformer.stdlib_3m"),
+    (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, transformer.stdlib_3m"),
     (["--restore_from={here}/another"], "has entry 'mlp', not 'transformer'; use a different one"),
     (["--restore_from={here}/damaged"], "--restore_from={here}/damaged: metadata/metadata is not the JSON that was saved in {here}/damaged/checkpoints/1"),
     (["--restore_from={here}/strange"], "--restore_from={here}/strange: metadata/metadata has no 'config' in "),
@@ -235,7 +235,6 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("moe", ["--capacity=0"], "capacity=0.0 must be > 0, or None for dropless; use other flags of the model"),
     ("moe", ["--capacity=nan"], "capacity=nan is not a finite number, or none; use a different value"),
     ("gpt2", ["--seq_len=2048"], "--seq_len=2048 is more than the 1024 positions that the model learns; use at most --seq_len=1024"),
-    ("moe", ["--restore_from=moe.stdlib_2m", "--lora_rank=8", "--lora_targets=q,gate"], "--lora_targets=q,gate has 'gate'; use all, or some of q,k,v,o"),
     ("deepseek", ["--mesh=data=4,pipe=2"], "rules 'fsdp_pp' split dim 'layers' of layers/attention/kv_down [3, 128, 80] over 2 devices (mesh axis 'pipe' of --mesh=data=4,pipe=2), and 3 is not divisible by 2; meshes that fit: --mesh=data=4,pipe=1"),
     ("deepseek", ["--mesh=data=4,pipe=2", "--size=tiny", "--mtp_depth=1"], "--mesh=data=4,pipe=2 has 2 stages of layers, and mtp_depth=1 has a layer after the last stage; use --mtp_depth=0, or a mesh without `pipe`"),
     ("qwen3_next", ["--mesh=data=4,pipe=2", "--size=tiny", "--mtp_depth=1"], "--mesh=data=4,pipe=2 has 2 stages of layers, and mtp_depth=1 has a layer after the last stage; use --mtp_depth=0, or a mesh without `pipe`"),

@@ -13,6 +13,11 @@ from recipes.common.storage import folders
 
 # The zoo's own checkpoints, a folder for each name.
 PUBLISHED = pathlib.Path(zoo.__file__).parent / "checkpoints"
+# Published names whose checkpoints are not in the repository, and the runs that make such models.
+MADE_BY = {
+    "moe.stdlib_2m": "recipes.moe --mesh=data=2,expert=4 --steps=1500 --learning_rate=0.003",
+    "qwen3_next.stdlib_1m": "recipes.qwen3_next --mesh=1x1 --steps=600",
+}
 FIX = "use --base=PATH of the model that it was trained on"
 
 
@@ -140,6 +145,12 @@ def _nothing_there(folder: pathlib.Path, named: str) -> UserError:
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return UserError(
             f"{named} is a Hugging Face model folder, not a checkpoint; use hf:{folder}"
+        )
+    if not folder.exists() and folder.name in MADE_BY:
+        name, flag = folder.name, named.partition("=")[0]
+        return UserError(
+            f"{named} does not come with the zoo; make it with `python -m {MADE_BY[name]} "
+            f"--workdir=runs/{name}`, then use {flag}=runs/{name}"
         )
     what = "holds no checkpoint" if folder.exists() else "does not exist"
     return UserError(
