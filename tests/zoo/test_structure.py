@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import doctest
+import graphlib
 import importlib
 import os
 import re
@@ -25,71 +26,8 @@ from zoo.sharding import optimizer_axis
 
 pytestmark = pytest.mark.promise("structure")
 
-# Package of recipes/common or, below, of recipes/instruments → those of them that it may import; and
-# libraries that it may.
-LAYERS = {
-    "storage": set(),
-    "runtime": {"storage"},
-    "config_flags": {"runtime", "entries", "hf"},
-    "sharding": {"runtime"},
-    "report": {"storage", "runtime", "sharding"},
-    "hf": {"storage", "runtime", "sharding", "entries"},
-    "checkpoint": {
-        *{"storage", "runtime", "sharding", "hf", "report", "entries", "config_flags"},
-    },
-    "generation": {"runtime", "sharding"},
-    "generation_config": {"runtime"},
-    "classification": {"runtime", "sharding", "report", "checkpoint", "train"},
-    "pictures": {"runtime"},
-    "int8_weights": {"runtime", "sharding"},
-    "distillation": {"runtime", "sharding"},
-    "language": {
-        *{"storage", "runtime", "sharding", "report", "generation", "checkpoint"},
-        *{"train", "entries", "config_flags", "contexts"},
-    },
-    "preference": {"runtime", "sharding", "report", "checkpoint", "train"},
-    "train": {"storage", "runtime", "sharding", "hf", "report", "checkpoint", "entries"},
-    "entries": set(),
-    "contexts": set(),
-    "mesh": {"runtime"},
-}
-INSTRUMENTS = {
-    "plan": set(),
-    "explore": {"plan"},
-    "prove": {"plan"},
-    "harness": set(),
-    "bench": {"plan"},
-}
 # The files of a run that import instruments, inside functions.
 FOR_FLAGS = {"recipes/common/report/plan.py": "--plan", "recipes/evaluate.py": "--tasks"}
-LIBRARIES = {
-    "zoo": {"jax", "flax"},
-    "data": {
-        *{"PIL", "grain", "numpy", "datasets", "tokenizers", "jinja2", "huggingface_hub"},
-        *{"etils", "gcsfs", "fsspec"},
-    },
-    "recipes": {"jax", "flax", "numpy"},
-    "recipes/copy": set(),
-    "recipes/docs": {"mkdocs", "pygments"},  # the site's hooks
-    "recipes/common": {"jax", "flax", "numpy"},
-    "recipes/common/runtime": {"jax", "numpy", "absl"},
-    "recipes/common/storage": set(),
-    "recipes/common/sharding": {"jax", "flax", "numpy"},
-    "recipes/common/report": {"jax", "flax", "numpy", "matplotlib"},
-    "recipes/common/language": {"numpy", "flax"},
-    "recipes/common/hf": {"jax", "flax", "numpy", "safetensors", "huggingface_hub"},
-    "recipes/common/checkpoint": {"jax", "numpy", "orbax", "etils"},
-    "recipes/common/preference": {"jax", "numpy"},
-    "recipes/common/train": {
-        *{"jax", "flax", "numpy", "optax", "rich", "tensorboardX", "wandb"},
-    },
-    "recipes/instruments": {"jax", "flax", "numpy", "optax"},
-    "recipes/instruments/bench": {"jax", "flax", "numpy", "optax", "torch", "tensorstore"},
-    "recipes/instruments/explore": {"jax", "flax", "numpy"},
-    "recipes/instruments/harness": {"jax", "numpy", "rich", "lm_eval"},
-    "recipes/instruments/plan": {"jax", "flax", "numpy"},
-    "recipes/instruments/prove": {"jax", "flax", "numpy", "optax"},
-}
 OURS = ("zoo", "data", "recipes", "tests")
 FILES = sorted(path.relative_to(ROOT) for folder in OURS for path in (ROOT / folder).rglob("*.py"))
 SHIPPED = [path for path in FILES if path.parts[0] != "tests"]
@@ -111,6 +49,13 @@ def imports(path) -> set[str]:
 
 def libraries(path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {*OURS}
+
+
+def room(module: str) -> str:
+    """A file of the zoo or data, a recipe, or a package of recipes.common or recipes.instruments."""
+    parts = module.removesuffix(".__init__").split(".")
+    deep = parts[1:2] in (["common"], ["instruments"])
+    return ".".join(parts[: 3 if deep else 2])
 
 
 # ---- names ---------------------------------------------------------------------------------------
@@ -146,52 +91,40 @@ def test_recipes_run_from_their_own_folder(tmp_path):
 # ---- who imports whom ----------------------------------------------------------------------------
 
 
+def test_nobody_imports_in_circles():
+    """Neither at the top of a file nor inside functions."""
+    graph: dict[str, set[str]] = {}
+    for path in SHIPPED:
+        here = room(".".join(path.with_suffix("").parts))
+        names = {name for name in imports(path) if name.split(".")[0] in OURS}
+        if path.as_posix() in FOR_FLAGS:
+            names = {name for name in names if not name.startswith("recipes.instruments.")}
+        graph.setdefault(here, set()).update({room(name) for name in names} - {here})
+    assert "zoo.layers" in graph["zoo.decoder"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=str)
 def test_imports_flow_one_way(path):
-    folder, names = path.parent.as_posix(), imports(path)
+    folder, names = path.parts[0], imports(path)
     ours = {name for name in names if name.split(".")[0] in OURS}
-    assert libraries(path) <= LIBRARIES[folder]
-    if folder in ("zoo", "data"):
-        assert all(name.split(".")[0] == folder for name in ours), "they stand alone"
-        if folder == "zoo":  # a copy has another name
-            assert "import zoo" not in (text := (ROOT / path).read_text())
-            assert "from zoo" not in text
-            used = {name.split(".")[1] for name in ours}
-            assert path.stem == LAST or used.isdisjoint(entries.ENTRIES), "an entry needs no other"
+    of_zoo = {name.split(".")[1] for name in ours if name.startswith("zoo.")}
+    if folder == "zoo":  # a copy has another name
+        assert all(name.startswith("zoo.") for name in ours)
+        assert not re.search("^ *(import|from) zoo", (ROOT / path).read_text(), re.MULTILINE)
+        assert libraries(path) <= {"jax", "flax"}
+        assert path.stem == LAST or of_zoo.isdisjoint(entries.ENTRIES), "an entry needs no other"
         return
-    among = {name.removeprefix("recipes.") for name in ours if name.startswith("recipes.")}
-    if path.as_posix() in FOR_FLAGS:
-        among = {name for name in among if not name.startswith("instruments.")}
-    if folder in ("recipes", "recipes/copy"):
-        assert all(name.startswith("common.") for name in among), "recipes never import one another"
-    elif folder == "recipes/docs":
-        assert among == {"common.entries.ENTRIES"}
-    elif path.parts[1] == "instruments":
-        own = {name.split(".")[1] for name in among if name.startswith("instruments.")}
-        assert own - {path.parts[2], "user_model"} <= INSTRUMENTS.get(path.parts[2], set())
-        assert all(name.startswith(("common.", "instruments.")) for name in among)
-    elif path.stem != "__init__" or folder != "recipes/common":
-        layer = path.parts[2].removesuffix(".py")
-        assert all(name.startswith("common.") for name in among - {"STARTED"})
-        wanted = {name.split(".")[1] for name in among - {"STARTED"}} - {layer}
-        assert wanted <= LAYERS[layer], f"{layer} is below"
-        if layer != "hf":  # whose families are an entry each
-            of_zoo = {name.split(".")[1] for name in ours if name.startswith("zoo.")}
-            assert of_zoo.isdisjoint(entries.ENTRIES), "entries.py looks them up"
-
-
-@pytest.mark.parametrize(
-    "layer",
-    ["common/sharding", "common/report", "instruments/plan", "common/checkpoint", "common/train"],
-)
-def test_only_zoo_files_know_strategies_and_logical_axes_by_name(layer):
-    names = {name for entry in entries.ENTRIES for name in entries.zoo_file(entry).RULES}
-    names |= {axis for entry in entries.ENTRIES for axis in entries.model(entry).axes.logical_axes}
-    names -= {"batch", *entries.ENTRIES}  # an entry may be called as an axis is
-    for path in (ROOT / "recipes" / layer).glob("*.py"):
-        tree = ast.parse(path.read_text())
-        found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        assert not names & {value for value in found if isinstance(value, str)}, path
+    if folder == "data":
+        assert all(name.startswith("data.") or name == "data" for name in ours)
+        assert not libraries(path) & {"jax", "flax"}
+        return
+    below = ["zoo", "data", "recipes.common.", "recipes.STARTED"]
+    if path.as_posix() in FOR_FLAGS or path.parts[1] == "instruments":
+        below.append("recipes.instruments.")
+    assert all(name.startswith(tuple(below)) for name in ours), "recipes never import one another"
+    if path.parts[1] == "common" and path.parts[2] != "hf":  # whose families are an entry each
+        assert of_zoo.isdisjoint(entries.ENTRIES), "entries.py looks them up"
 
 
 @pytest.mark.parametrize(
@@ -204,48 +137,7 @@ def test_examples_in_docstrings_are_true(path):
 
 # ---- zoo files -----------------------------------------------------------------------------------
 
-# Bottom up: a file imports only files before it, at its top and inside functions, so nobody has to
-# read in circles. Entries come last and import no other entry.
-ORDER = [
-    *(
-        "sharding",
-        "strategies",
-        "quantization",
-        "lora",
-        "layers",
-        "gelu",
-        "rope_scaling",
-        "dispatch",
-        "low_precision",
-    ),
-    *(
-        "vocabulary",
-        "periods",
-        "stack",
-        "kernels",
-        "config",
-        "splash",
-        "cudnn",
-        "context",
-        "flash",
-        "cache",
-        "attention",
-        "log_probs",
-        "variant",
-        "expert_strategies",
-        "experts",
-        "delta_context",
-        "delta_rule",
-        "delta",
-    ),
-    *("mtp", "pipeline", "decoder", "patches", "pairs"),
-]
 LAST = "sizes"  # it imports two entries, and no file imports it
-# A class of the zoo inherits one of these alone, so a model is read in its own file and decoder.py.
-BASES = {"", "nnx.Module", "nnx.Variable", "nnx.Param", "NamedTuple", "Compute", "Decoder"}
-BASES |= {"Variant"}  # Compute with the switches that Transformer and MoE share
-BASES |= {"RopeScaling", "Architecture"}  # what layers.py and Decoder know of these
-BASES |= {"LowPrecisionWeight"}  # the type by which layers.py knows low_precision.py's weights
 
 
 def tree_of(path) -> ast.Module:
@@ -261,19 +153,6 @@ def imported_files(nodes: Iterable[ast.AST]) -> list[str]:
             assert node.module, "from .x import a"
             found.append(node.module)
     return found
-
-
-def test_the_order_of_the_zoo_names_every_file():
-    assert len(ORDER) == len({*ORDER})
-    assert {path.stem for path in ZOO} == {*ORDER, *entries.ENTRIES, LAST}
-
-
-@pytest.mark.parametrize("path", ZOO, ids=str)
-def test_a_zoo_file_imports_only_files_below_it(path):
-    order = [*ORDER, *entries.ENTRIES, LAST] if path.stem == LAST else [*ORDER, path.stem]
-    below = order[: order.index(path.stem)]
-    above = {*imported_files(ast.walk(tree_of(path)))} - {*below}
-    assert not above, f"{path.name} imports {', '.join(above)}, above it in ORDER"
 
 
 @pytest.mark.promise("copy")
@@ -292,29 +171,16 @@ def test_a_copy_has_all_that_it_imports(name, nested):
 
 
 @pytest.mark.parametrize("path", ZOO, ids=str)
-def test_a_class_of_the_zoo_has_one_base(path):
-    """Models inherit Decoder or nnx.Module, configs Compute; nothing inherits a model."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ClassDef):
-            assert not node.keywords, f"{node.name}: no metaclass"
-            assert ", ".join(map(ast.unparse, node.bases)) in BASES, node.name
-    if path.stem in entries.ENTRIES:
-        model = entries.model(path.stem)
-        assert model.__mro__[model.__mro__.index(nnx.Module) - 1] in (model, decoder.Decoder)
-
-
-@pytest.mark.parametrize("name", entries.ENTRIES)
-def test_files_that_an_entry_imports_name_only_its_logical_axes(name):
-    """Another axis would be missing in its rules."""
-    axes_of = {entry: {*entries.model(entry).axes.logical_axes} for entry in entries.ENTRIES}
-    # strategies.py has the axes of all decoders.
-    for file in {*copy.imported(name, nested=False)} - {"strategies"}:
-        constants = {
-            node.value
-            for node in ast.walk(tree_of(f"zoo/{file}.py"))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-        assert constants & set().union(*axes_of.values()) <= axes_of[name], file
+def test_a_class_of_the_zoo_has_one_base_and_nothing_inherits_a_model(path):
+    """So a model is read in its own file and decoder.py, and a Config in its own and config.py."""
+    models = {entries.model(name) for name in entries.ENTRIES}
+    models |= {entries.zoo_file(name).Config for name in entries.ENTRIES}
+    for cls in vars(importlib.import_module(f"zoo.{path.stem}")).values():
+        if isinstance(cls, type) and cls.__module__ == f"zoo.{path.stem}":
+            assert len(cls.__bases__) == 1, cls
+            assert not models & {*cls.__mro__[1:]}, cls
+            if issubclass(cls, nnx.Module):
+                assert cls.__base__ in (nnx.Module, decoder.Decoder), cls
 
 
 @pytest.mark.parametrize("name", entries.ENTRIES)
