@@ -171,8 +171,8 @@ def make_positions(
       targets_BT: in training; metrics count positions whose target is ≥ 0. None: all.
       positions_BT: in generation; None: 0 to T - 1.
       cache: a Cache to attend to; None: none.
-      lengths_B1: in generation: each row's tokens so far, on which some rotary scalings depend. None:
-        T, or the length of each document.
+      lengths_B1: in generation: each row's tokens so far, for rotary scalings that depend on the
+        length. None: T, or the length of each document.
     """
     seq_len = tokens_BT.shape[1]
     counted_BT = constrain(tokens_BT if targets_BT is None else targets_BT, "batch", "seq") >= 0

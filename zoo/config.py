@@ -21,8 +21,9 @@ FACTORS += ("logits_soft_cap", "route_scale", "swiglu_limit")
 
 
 class Architecture:
-    """What decoders read of a Config. It declares these as fields or properties; what has a value
-    here, it may leave out.
+    """The attributes that decoders read of a Config, which declares them as fields or properties.
+
+    Those with a value here are optional.
     """
 
     num_layers: int

@@ -73,7 +73,7 @@ class GatedDelta(nnx.Module):
 
     @property
     def recurrence(self) -> Recurrence:
-        """What no weight shows of its cost."""
+        """Costs that the weights' shapes don't show."""
         N, G = self.config.delta_heads, self.config.delta_key_heads
         K, V = self.config.delta_key_dim, self.config.delta_value_dim
         channels = 2 * G * K + N * V

@@ -137,11 +137,11 @@ def flash_gradients(
 
 
 def _over_tiles(settings: Settings, tile, queries, kv, ids_BT, offset, query_sums, key_sums):
-    """Runs `tile` for all pairs of TILE queries and TILE keys in which some see each other.
+    """Runs `tile` for each pair of TILE queries and TILE keys in which a query attends to a key.
 
     queries and query_sums are arrays [B, N, T, ...], in tiles [X, T, G, ...]; keys and key_sums are
-    [B, K, S, ...], in tiles [X, S, ...]. `tile` takes what sees what and tiles of all four, and
-    returns new tiles of both sums, which are returned in the end.
+    [B, K, S, ...], in tiles [X, S, ...]. `tile` takes the mask and tiles of all four, and returns
+    new tiles of both sums. Returns both sums.
     """
     *keys, ids_BS = kv
     # Otherwise JAX hoists all masks out of the layer loop: T² bits.

@@ -220,7 +220,7 @@ class RopeScaling:
         raise NotImplementedError
 
     def as_tuple(self) -> tuple:
-        """As saved configs have it; see config.read_scaling."""
+        """The form that saved configs contain; config.read_scaling reads it."""
         raise NotImplementedError
 
     def check(self, pairs: int) -> None:
@@ -289,8 +289,8 @@ def rope_angles(kind: Kind, head_dim: int, positions_BT: jax.Array, length: Any 
     """Angles of each pair of dims: [B, T, H/2], float32 radians.
 
     Args:
-      length: of rows, on which some scalings depend; 0: no more than they were made for; or an array
-        [B, 1, 1].
+      length: length of the rows, on which some scalings depend, or an array [B, 1, 1]; 0: at most the
+        length that the scaling is made for.
     """
     theta: Any = kind.rope_theta
     frequency_H = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)

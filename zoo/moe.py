@@ -128,7 +128,7 @@ SIZES = {
 
 
 class Layer(nnx.Module):
-    """As transformer.Layer, with experts, or with experts and an MLP, in place of the MLP.
+    """transformer.Layer with experts, or experts and an MLP, in place of the MLP.
 
     A dense layer has the MLP alone.
     """

@@ -87,7 +87,7 @@ def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
 def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Embeddings of tokens, [B, T, D]; each shard of B and T reads its own copy of the table."""
     lookup = auto(jax.vmap(_rows), SHARDS, None, "act_embed")
-    # As a jax.Array: JAX's custom_vjp takes no NumPy constants.
+    # jnp.asarray, because JAX's custom_vjp takes no NumPy constants.
     tokens_RM = by_shard(constrain(jnp.asarray(tokens_BT), "batch", "seq"))
     x_BTD = from_shards(lookup(table_RVD, tokens_RM), tokens_BT.shape, "act_embed")
     return constrain(x_BTD, "batch", "residual_seq", "act_embed")

@@ -40,7 +40,7 @@ class Selection:
 def leave_out_layers(
     stored: dict[str, Stored], config: Any, kept: int, stack: str = "model.layers"
 ) -> Selection:
-    """Leaves out layers from number `kept` on, which predict further tokens.
+    """Drops the layers from number `kept` on: MTP layers.
 
     Args:
       stack: the start of their names.
