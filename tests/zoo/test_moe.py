@@ -585,7 +585,7 @@ def test_rows_travel_to_the_devices_of_their_experts(load, mesh, strategy, room)
     np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=1e-6)
     for want, x in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         if want.dtype == np.float32:
-            np.testing.assert_allclose(x, want, rtol=1e-4, atol=1e-6 * max(1, np.abs(want).max()))
+            np.testing.assert_allclose(x, want, rtol=1e-4, atol=2e-6 * max(1, np.abs(want).max()))
 
 
 @pytest.mark.parametrize(

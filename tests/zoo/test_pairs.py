@@ -179,5 +179,5 @@ def test_microbatches_have_the_loss_of_the_whole_batch(mesh, strategy, accumulat
     """Not the mean of their own losses, which have fewer pairs."""
     want_loss, want = step("1x1", "dp", loss=loss)
     found_loss, found = step(mesh, strategy, accumulate, loss=loss, pairs=pairs)
-    assert found_loss == pytest.approx(want_loss, rel=2e-6)
+    assert found_loss == pytest.approx(want_loss, rel=4e-6)
     assert largest_relative(compare_gradients(found, want)) < 4e-6
