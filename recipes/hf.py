@@ -123,16 +123,16 @@ def export(flags: Export) -> None:
         else:
             context = checkpoint.context(source)
             hf.write(target, entry, layout.config, context, read, tokens, readme, architecture)
-            kind = "ImageClassification" if of_images(entry) else "CausalLM"
-            loads = f'transformers loads it:\n  AutoModelFor{kind}.from_pretrained("{name}")'
+            kind = {"vit": "ForImageClassification", "siglip": ""}.get(entry, "ForCausalLM")
+            loads = f'transformers loads it:\n  AutoModel{kind}.from_pretrained("{name}")'
         if picture:
             (target / card.PICTURE).write_bytes(picture)
     print0(f"Exported {parameters(layout)} to {name}; {loads}")
 
 
 def of_images(entry: str) -> bool:
-    """Whether an entry's models read images, so they have no tokenizer."""
-    return entries.ENTRIES[entry].data == "data.images"
+    """Whether an entry's models read images, so that its recipe takes no tokenizer."""
+    return entries.ENTRIES[entry].data in ("data.images", "data.captions")
 
 
 def left_out(folder: pathlib.Path) -> str:

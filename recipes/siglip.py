@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from data import captions
+from data.tokenizer import BYTES
 from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
 from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
 from recipes.common.pictures import INPUTS, Pictures
 from recipes.common.report.plan import plan
-from recipes.common.runtime import Run, make_mesh, print0
+from recipes.common.runtime import Run, UserError, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.train.flags import Training
@@ -44,6 +45,12 @@ MODEL = model_flags(Config, ("image_size", "patch", "loss", "pairs", *ENCODER), 
 def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
     mesh, folder = make_mesh(run.mesh), open_run("siglip", run, flags, data, training)
+    tokens = folder.start and folder.start.tokenizer()
+    if tokens and tokens.sha256 != BYTES.sha256:
+        raise UserError(
+            f"--restore_from={run.restore_from} has a tokenizer, but the captions of this recipe are "
+            "bytes; use a checkpoint of this recipe, or train a new model"
+        )
     if folder.start and not flags.size:
         config = checkpoint.config_of(folder.start)
     else:

@@ -1,7 +1,8 @@
-"""recipes.dot_relu_dot, recipes.mlp and recipes.vit as users run them."""
+"""recipes.dot_relu_dot, recipes.mlp, recipes.vit and recipes.siglip as users run them."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -235,7 +236,26 @@ def test_vit_trains_an_adapter_and_a_new_head(train, inside, quick, pets, tmp_pa
     )
 
 
-@pytest.mark.parametrize("entry", ["dot_relu_dot", "mlp", "vit"])
+@pytest.mark.full
+@pytest.mark.promise("all-pairs")
+def test_two_towers_resume_and_move_to_other_meshes(train, tmp_path):
+    """A run that lost its last steps repeats them bit for bit; other meshes restore what it saved."""
+    work = tmp_path / "v"
+    flags = ("--size=tiny", "--batch_size=16", "--checkpoint_every=2", "--log_every=1")
+    run = ("--mesh=4x2", "--steps=4", f"--workdir={work}", *flags)
+    train("siglip", *run)
+    finished = state_of(work, 4)
+    shutil.rmtree(work / "checkpoints" / "4")
+    assert "step 3/4" in train("siglip", *run)
+    assert_bit_equal(state_of(work, 4), finished)
+    told = {
+        re.search(r"Zero-shot accuracy .*nats", train("siglip", f"--restore_from={work}", *on))[0]
+        for on in (("--mesh=1", "--steps=0", *flags), ("--mesh=1x8", "--steps=0", *flags))
+    }
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("entry", ["dot_relu_dot", "mlp", "vit", "siglip"])
 def test_parameter_paths_are_public(entry, golden):
     shapes = paths(abstract_model(ENTRIES[entry].build).shapes["params"])
     lines = [f"params/{path} {list(x.shape)} {x.dtype}\n" for path, x in shapes.items()]

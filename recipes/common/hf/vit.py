@@ -120,7 +120,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
         classes=count,
         labels=_unlike([str(names.get(str(i), f"LABEL_{i}")) for i in range(count)]),
         norm_eps=theirs.number("layer_norm_eps", 1e-12, float),
-        **_inputs(file.with_name(PREPROCESSOR), sizes),
+        **inputs(file.with_name(PREPROCESSOR), sizes, ENTRY),
     )
 
 
@@ -131,12 +131,12 @@ def _unlike(names: list[str]) -> tuple[str, ...]:
     )
 
 
-def _inputs(file: pathlib.Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """Fields of Config from a preprocessor_config.json; {} without one."""
+def inputs(file: pathlib.Path, sizes: dict[str, int], entry: str) -> dict[str, Any]:
+    """Fields of an entry's Config from a preprocessor_config.json; {} without one."""
     if not file.exists():
         return {}
     keys = folders.read_json(file)
-    theirs = ConfigFile(keys, file, ENTRY)
+    theirs = ConfigFile(keys, file, entry)
     size = keys.get("size") or sizes["image_size"]
     if isinstance(size, dict):
         height = size.get("height")
@@ -181,14 +181,19 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
     }
 
 
-def other_files(config: Config) -> dict[str, dict[str, Any]]:
-    """Name → content of the JSON files beside config.json."""
+def other_files(config: Any, processor: str = "ViTImageProcessor") -> dict[str, dict[str, Any]]:
+    """Name → content of the JSON files beside config.json.
+
+    Args:
+      config: the Config of a model of images.
+      processor: the class in transformers that prepares them.
+    """
     if not config.mean:
         return {}
     size = {"height": config.image_size, "width": config.image_size}
     return {
         PREPROCESSOR: {
-            "image_processor_type": "ViTImageProcessor",
+            "image_processor_type": processor,
             "do_resize": True,
             "size": size,
             "resample": FILTERS.index(config.resample),
