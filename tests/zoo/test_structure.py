@@ -238,7 +238,7 @@ ORDER = [
         "delta_rule",
         "delta",
     ),
-    *("mtp", "pipeline", "decoder", "patches", "pairs"),
+    *("mtp", "pipeline", "decoder", "patches", "pairs", "classes"),
 ]
 LAST = "sizes"  # it imports two entries, and no file imports it
 # A class of the zoo inherits one of these alone, so a model is read in its own file and decoder.py.
