@@ -8,32 +8,38 @@ A Decoder has all that remains, from the stack of layers to the loss: here the t
 tokens themselves, and no mask is causal.
 
 Shapes: B batch, T positions, D embed, N heads, H head dim, F mlp, V vocab, L layers, P learned
-positions.
+positions, K classes or types of tokens.
 
     model = Bert(Config.tiny(), rngs=nnx.Rngs(0))
     logits_BTV = model(tokens_BT)                # of the token at each position
     x_BTD = model.encode(tokens_BT)              # its representation
+    x_BD = model.pool(tokens_BT)                 # one vector for each text
 
 RULES, at the end of this file, shard it on a mesh; transformer.py shows how.
 """
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Attention, make_positions, stripe
+from .classes import class_loss, dense, pool, unit
 from .config import Compute
 from .decoder import Decoder
 from .gelu import GeluMLP, layer_norm
 from .layers import GatedMLP, Kind, add_bias, add_output, apply_norm, gather, multiply
-from .sharding import Rules, complete_tables, constrain, in_use, param, zeros
+from .sharding import Rules, complete_tables, constrain, in_use, param, shards, zeros
 from .stack import fit_rules, stack
 from .strategies import DECODER, DENSE_STACK, decoder_rules
 from .vocabulary import look_up, table_copies, unembed, vocabulary
+
+
+TASKS = ("fill", "embed", "classify")
+POOLINGS = ("cls", "mean", "pooler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,10 @@ class Config(Compute):
     norm_eps: float = 1e-12
     layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)
     modern: bool = False  # norms come first, MLPs are gated, no biases: ModernBERT
+    task: str = "fill"  # what the head is for: fill (masked tokens), embed (no head) or classify
+    pooling: str = "cls"  # a text's vector: cls (its first position), mean, or pooler (BERT's own)
+    normalize: bool = False  # whether vectors of texts have length 1
+    labels: tuple[str, ...] = ()  # names of the classes
 
     tie_embeddings = True
     causal = False
@@ -58,6 +68,9 @@ class Config(Compute):
     def __post_init__(self):
         if self.embed % self.num_heads:
             raise ValueError(f"embed={self.embed} is not divisible by num_heads={self.num_heads}")
+        for name, valid in (("task", TASKS), ("pooling", POOLINGS)):
+            if vars(self)[name] not in valid:
+                raise ValueError(f"{name}={vars(self)[name]!r} is not one of {', '.join(valid)}")
         super().__post_init__()
 
     @property
@@ -146,6 +159,7 @@ AXES = dataclasses.replace(
     | {
         "positions": "both",  # P
         "token_types": "both",
+        "classes": "both",  # K
         DENSE_STACK: "stack",  # the first layer of ModernBERT
     },
 )
@@ -211,6 +225,10 @@ class Bert(Decoder):
     """
 
     axes = AXES
+    head: Any  # None without a task that needs it, as the others
+    pooler_bias: Any
+    classifier: Any
+    classifier_bias: Any
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -226,9 +244,17 @@ class Bert(Decoder):
             self.dense = stack(functools.partial(layer, dense=True), first, rngs, axis=DENSE_STACK)
         self.layers = stack(layer, config.num_layers - first, rngs)
         self.output_norm = norm(config) if config.modern else None
-        self.head = Head(config, rngs=rngs)
+        fills, classifies = config.task == "fill", config.task == "classify"
+        # ModernBERT classifies with the head that fills masks in, other models with the pooler.
+        self.head = Head(config, rngs=rngs) if fills or (classifies and config.modern) else None
         self.unembed = None
-        self.unembed_bias = zeros((config.vocab_size,), ("vocab",))
+        self.unembed_bias = zeros((config.vocab_size,), ("vocab",)) if fills else None
+        pools = config.pooling == "pooler" and not fills
+        self.pooler = param(rngs, (D, D), ("embed", "norm"), D**-0.5) if pools else None
+        self.pooler_bias = zeros((D,), ("norm",)) if pools else None
+        shape = (D, len(config.labels))
+        self.classifier = table(shape, ("embed", "classes")) if classifies else None
+        self.classifier_bias = zeros(shape[1:], ("classes",)) if classifies else None
 
     @fit_rules
     def __call__(self, tokens_BT, segment_ids_BT=None, types_BT=None) -> jax.Array:
@@ -249,6 +275,35 @@ class Bert(Decoder):
         """Returns the representation of each position, [B, T, D]; arguments as in `__call__`."""
         x_BTD = self.run(tokens_BT, segment_ids_BT, types_BT)
         return stripe(self.config, gather(x_BTD), "act_embed", back=True)
+
+    @fit_rules
+    def pool(self, tokens_BT, segment_ids_BT=None, types_BT=None) -> jax.Array:
+        """Returns a vector for each row's text, [B, D], float32; arguments as in `__call__`.
+
+        The text begins at the first position; other segments are padding.
+        """
+        config, x_BTD = self.config, self.encode(tokens_BT, segment_ids_BT, types_BT)
+        x_BD = pool(x_BTD, segment_ids_BT, mean=config.pooling == "mean")
+        if self.pooler is not None:
+            x_BD = jnp.tanh(dense(x_BD, self.pooler, self.pooler_bias, AXES, config))
+        return unit(x_BD) if config.normalize else x_BD
+
+    @fit_rules
+    def classify(self, tokens_BT, segment_ids_BT=None, types_BT=None) -> jax.Array:
+        """Returns logits of each row's classes, [B, K], float32; arguments as in `pool`."""
+        x_BD = self.pool(tokens_BT, segment_ids_BT, types_BT)
+        if self.head is not None:
+            # Where rules split positions, one for each part.
+            x_B1D = jnp.repeat(x_BD[:, None], max(shards("seq"), shards("residual_seq")), axis=1)
+            x_B1D = constrain(x_B1D.astype(self.config.dtype), "batch", "residual_seq", "act_embed")
+            x_BD = constrain(self.head(x_B1D), "batch", None, "act_embed")[:, 0]
+        return dense(x_BD, self.classifier, self.classifier_bias, AXES, self.config)
+
+    def loss(self, tokens, targets=None, segment_ids=None, label=None):
+        """Decoder.loss or, given labels of rows, [B], the loss of classes: see class_loss."""
+        if label is None:
+            return super().loss(tokens, targets, segment_ids)
+        return class_loss(self.classify(tokens, segment_ids), label)
 
     def run(self, tokens_BT, segment_ids_BT, types_BT) -> jax.Array:
         """The layers' output, [B, T, D], with T in the order that it has on the devices."""

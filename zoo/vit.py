@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .classes import class_loss
 from .gelu import GeluMLP, layer_norm
 from .layers import adapters, add_bias, add_output, dot, gather, project
 from .patches import embed_patches
@@ -209,12 +210,7 @@ class ViT(nnx.Module):
         Returns: (sum over examples, number of examples, aux), float32 scalars; aux maps a name to
           (sum, count): loss: the cross entropy; accuracy: labels that are the most likely class.
         """
-        logits_BK = self(image)
-        wanted_BK = jax.nn.one_hot(label, self.config.classes)  # padding: a row of zeros
-        total = -(jax.nn.log_softmax(logits_BK, axis=1) * wanted_BK).sum()
-        count = (label >= 0).sum().astype(jnp.float32)
-        right = (logits_BK.argmax(axis=1) == label).sum().astype(jnp.float32)
-        return total, count, {"loss": (total, count), "accuracy": (right, count)}
+        return class_loss(self(image), label)
 
     def embed_patches(self, image_BWWC) -> jax.Array:
         """The class token and embeddings of all patches, with their positions: [B, T, D]."""

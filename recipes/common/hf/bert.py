@@ -1,14 +1,25 @@
-"""The families of zoo/bert.py, each with the head that fills masks in: BERT, RoBERTa and XLM-R, and
-ModernBERT.
+"""The families of zoo/bert.py, BERT, RoBERTa and XLM-R, and ModernBERT: with the head that fills masks
+in, without a head, and with one that classifies.
 
 RoBERTa's table of positions has two more rows in front, for padding; exports have zeros there.
 """
 
+import dataclasses
 import functools
 import pathlib
 from typing import Any
 
-from recipes.common.hf.family import GLOBAL, LOCAL, ConfigFile, Family, Table
+from recipes.common.hf import sentence_transformers
+from recipes.common.hf.family import (
+    GLOBAL,
+    LOCAL,
+    ConfigFile,
+    Family,
+    Selection,
+    Table,
+    labels_json,
+)  # fmt: skip
+from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.bert import Config
 from zoo.config import Compute
@@ -41,18 +52,22 @@ ENCODER = {  # in the format of tensors.py, without the prefix of all names
     "layers/mlp_norm/scale": (f"{LAYER}.output.LayerNorm.weight", "D", "D"),
     "layers/mlp_norm/bias": (f"{LAYER}.output.LayerNorm.bias", "D", "D"),
 }
+PREFIX = {"bert": "bert", "roberta": "roberta", "xlm-roberta": "roberta", "modernbert": "model"}
 # The head's dense layer, its norm and the bias of logits.
-BERT_HEAD = ("transform.dense", "transform.LayerNorm", "bias")
-ROBERTA_HEAD = ("dense", "layer_norm", "bias")
+BERT_HEAD = (
+    "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias",
+)  # fmt: skip
+ROBERTA_HEAD = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
 
 MODERN = {
     "embed": ("model.embeddings.tok_embeddings.weight", "VD", "V D"),
     "embed_norm/scale": ("model.embeddings.norm.weight", "D", "D"),
     "layers/attention_norm/scale": ("model.layers.{:1}.attn_norm.weight", "D", "D"),
     "output_norm/scale": ("model.final_norm.weight", "D", "D"),
+}
+MODERN_HEAD = {
     "head/dense": ("head.dense.weight", "DE", "E D"),
     "head/norm/scale": ("head.norm.weight", "D", "D"),
-    "unembed_bias": ("decoder.bias", "V", "V"),
 }
 for _stack, _layer in (("dense", "model.layers.{}"), ("layers", "model.layers.{:1}")):
     MODERN |= {
@@ -84,6 +99,7 @@ UNUSED = {  # features that our Bert lacks → values that leave them off
 MODERN_UNUSED = {
     "hidden_activation": ("gelu",),
     "classifier_activation": ("gelu",),
+    "classifier_pooling": ("cls", "mean"),
     "norm_bias": (False,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -92,6 +108,7 @@ MODERN_UNUSED = {
     "tie_word_embeddings": (True,),
     "auto_map": (),
 }
+CHECKED = ("problem_type", "num_labels", "id2label", "label2id")
 THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
 
 
@@ -109,6 +126,8 @@ def lost(config_from, config_json, config: Config) -> list[str]:
     except UserError:
         return ["its layers"]
     names = config.__dataclass_fields__.keys() - Compute.__dataclass_fields__.keys()
+    if config.task == "embed":
+        names -= {"pooling", "normalize"}  # in other files
     return [
         f"{name}={getattr(config, name)!r}"
         for name in sorted(names)
@@ -119,32 +138,48 @@ def lost(config_from, config_json, config: Config) -> list[str]:
 # ---- BERT and RoBERTa ----------------------------------------------------------------------------
 
 
-def bert(
-    architecture: str, kind: str, prefix: str, prefix_of_head: str, head: tuple, in_front: int = 0
-) -> Family:
-    """A family of BERT's form.
-
-    Args:
-      head: the names of its parts, as BERT_HEAD.
-      in_front: rows of the table of positions before the first position.
-    """
-    dense, norm, bias = (f"{prefix_of_head}.{name}" for name in head)
-    table: Table = {
-        path: (f"{prefix}.{name}", ours, theirs) for path, (name, ours, theirs) in ENCODER.items()
-    } | {
-        "head/dense": (f"{dense}.weight", "DE", "E D"),
-        "head/bias": (f"{dense}.bias", "D", "D"),
-        "head/norm/scale": (f"{norm}.weight", "D", "D"),
-        "head/norm/bias": (f"{norm}.bias", "D", "D"),
-        "unembed_bias": (bias, "V", "V"),
+def linear(path: str, bias: str, name: str, ours: str, theirs: str) -> Table:
+    """A matrix with a bias; `bias` is the path of it."""
+    return {
+        path: (f"{name}.weight", ours, theirs),
+        bias: (f"{name}.bias", ours[-1], theirs.split()[0]),
     }
 
+
+def without(prefix: str, table: Table) -> Table:
+    """A table whose names lack a prefix, as those of models without a head do."""
+    return {path: (name.removeprefix(f"{prefix}."), *dims) for path, (name, *dims) in table.items()}
+
+
+def bert(architecture: str, kind: str, task: str = "fill") -> Family:
+    """A family of BERT's form."""
+    prefix = PREFIX[kind]
+    in_front = 0 if kind == "bert" else IN_FRONT
+    dense, norm, bias = BERT_HEAD if kind == "bert" else ROBERTA_HEAD
+    table: Table = {
+        path: (f"{prefix}.{name}", ours, theirs) for path, (name, ours, theirs) in ENCODER.items()
+    }
+    pooler, classifier = f"{prefix}.pooler.dense", "classifier"
+    if task == "fill":
+        table |= linear("head/dense", "head/bias", dense, "DE", "E D")
+        table |= {
+            "head/norm/scale": (f"{norm}.weight", "D", "D"),
+            "head/norm/bias": (f"{norm}.bias", "D", "D"),
+            "unembed_bias": (bias, "V", "V"),
+        }
+    if task == "classify":
+        if in_front:  # RoBERTa's classifier has a pooler of its own
+            pooler, classifier = "classifier.dense", "classifier.out_proj"
+        table |= linear("classifier", "classifier_bias", classifier, "DK", "K D")
+    of_pooler = linear("pooler", "pooler_bias", pooler, "DE", "E D")
+
     def tensors(config: Config) -> Table:
-        if not in_front:
-            return table
-        name, ours, theirs = table["positions"]
-        rows = f"{theirs} +{in_front}/{in_front + config.max_positions}"
-        return table | {"positions": (name, ours, rows)}
+        found = table | (of_pooler if config.pooling == "pooler" else {})
+        if in_front:
+            name, ours, theirs = table["positions"]
+            rows = f"{theirs} +{in_front}/{in_front + config.max_positions}"
+            found |= {"positions": (name, ours, rows)}
+        return without(prefix, found) if task == "embed" else found
 
     def config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
         file = ConfigFile(keys, path, ENTRY)
@@ -157,6 +192,7 @@ def bert(
             max_positions=positions - in_front,
             token_types=file.number("type_vocab_size", 2),
             norm_eps=file.number("layer_norm_eps", 1e-12, float),
+            **of_task(task, file, "pooler"),
         )
 
     def config_json(config: Config, context: int) -> dict[str, Any]:
@@ -172,10 +208,11 @@ def bert(
             "tie_word_embeddings": True,
             "torch_dtype": "float32",
             **({"pad_token_id": in_front - 1} if in_front else {}),
+            **labels_json(config.labels),
         }
 
     embedding = table["embed"][0]
-    decoder = f"{prefix_of_head}.decoder"
+    decoder = f"{bias.removesuffix('.bias')}.decoder"
     return Family(
         entry=ENTRY,
         architectures={architecture: kind},
@@ -183,20 +220,45 @@ def bert(
         config_from=config_from,
         config_json=config_json,
         lost=functools.partial(lost, config_from, config_json),
-        fixed={"modern": False, "layer_kinds": Config.layer_kinds},
-        checked=UNUSED,
+        fixed={"modern": False, "layer_kinds": Config.layer_kinds, "task": task},
+        checked=(*UNUSED, *CHECKED),
+        select=select,
+        other_files=other_files,
         # Heads that pretraining leaves in a file, and numbers of positions.
         computed=(
             *("pooler.dense.weight", "pooler.dense.bias", "position_ids"),
             *("cls.seq_relationship.weight", "cls.seq_relationship.bias"),
         ),
-        tied={f"{decoder}.weight": embedding, f"{decoder}.bias": bias},
-        canonical=canonical,
+        tied={f"{decoder}.weight": embedding, f"{decoder}.bias": bias} if task == "fill" else {},
+        canonical=functools.partial(canonical, prefix if task == "embed" else ""),
     )
 
 
-def canonical(name: str) -> str:
-    """A stored tensor's name; old files have other ones for the two vectors of a norm."""
+def of_task(task: str, file: ConfigFile, own_pooling: str) -> dict[str, Any]:
+    """Fields of Config: the task, its classes, and how it pools texts."""
+    file.refuse({"problem_type": ("single_label_classification",)})
+    if task == "fill":
+        return {}
+    labels = {"labels": file.labels()} if task == "classify" else {}
+    pooling = sentence_transformers.read(file.path) if task == "embed" else {}
+    return {"task": task, "pooling": own_pooling} | labels | pooling
+
+
+def select(stored: dict[str, Stored], config: Config) -> Selection:
+    """A model without a head may be stored without a pooler."""
+    has_pooler = any(name.endswith("pooler.dense.weight") for name in stored)
+    if config.task == "embed" and config.pooling == "pooler" and not has_pooler:
+        config = dataclasses.replace(config, pooling="cls")
+    return Selection(stored, config)
+
+
+def other_files(config: Config) -> dict[str, Any]:
+    return sentence_transformers.files(config) if config.task == "embed" else {}
+
+
+def canonical(prefix: str, name: str) -> str:
+    """A stored tensor's name without the prefix. Old files have other ones for a norm's vectors."""
+    name = name.removeprefix(f"{prefix}.")
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         name = name.replace(old, new)
     return name
@@ -205,7 +267,33 @@ def canonical(name: str) -> str:
 # ---- ModernBERT ----------------------------------------------------------------------------------
 
 
-def modern_config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
+def modern(architecture: str, task: str = "fill") -> Family:
+    table = MODERN | (MODERN_HEAD if task != "embed" else {})
+    if task == "fill":
+        table |= {"unembed_bias": ("decoder.bias", "V", "V")}
+    elif task == "classify":
+        table |= linear("classifier", "classifier_bias", "classifier", "DK", "K D")
+    else:
+        table = without(PREFIX["modernbert"], table)
+    tied = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
+    config_from = functools.partial(modern_config_from, task)
+    config_json = functools.partial(modern_config_json, architecture)
+    return Family(
+        entry=ENTRY,
+        architectures={architecture: "modernbert"},
+        tensors=lambda config: table,
+        config_from=config_from,
+        config_json=config_json,
+        lost=functools.partial(lost, config_from, config_json),
+        fixed={"modern": True, "task": task},
+        checked=(*MODERN_UNUSED, *CHECKED),
+        tied=tied if task == "fill" else {},
+        canonical=functools.partial(canonical, PREFIX["modernbert"] if task == "embed" else ""),
+        other_files=other_files,
+    )
+
+
+def modern_config_from(task: str, keys: dict[str, Any], path: pathlib.Path) -> Config:
     file = ConfigFile(keys, path, ENTRY)
     file.refuse(MODERN_UNUSED)
     fields = sizes(file)
@@ -228,15 +316,16 @@ def modern_config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
         norm_eps=file.number("norm_eps", 1e-5, float),
         layer_kinds=kinds,
         modern=True,
+        **of_task(task, file, keys.get("classifier_pooling") or "cls"),
     )
 
 
-def modern_config_json(config: Config, context: int) -> dict[str, Any]:
+def modern_config_json(architecture: str, config: Config, context: int) -> dict[str, Any]:
     wide, *local = config.layer_kinds
     near = local[0] if local else wide
     period = len(config.layer_kinds)
     return {
-        "architectures": ["ModernBertForMaskedLM"],
+        "architectures": [architecture],
         "model_type": "modernbert",
         **{key: getattr(config, ours) for ours, key in SIZES.items()},
         "max_position_embeddings": context,
@@ -249,22 +338,23 @@ def modern_config_json(config: Config, context: int) -> dict[str, Any]:
         "norm_eps": config.norm_eps,
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
+        **({"classifier_pooling": config.pooling} if config.task == "classify" else {}),
+        **labels_json(config.labels),
     }
 
 
+# The last of a model_type is for a config.json without architectures.
 FAMILIES = (
-    bert("BertForMaskedLM", "bert", "bert", "cls.predictions", BERT_HEAD),
-    bert("RobertaForMaskedLM", "roberta", "roberta", "lm_head", ROBERTA_HEAD, IN_FRONT),
-    bert("XLMRobertaForMaskedLM", "xlm-roberta", "roberta", "lm_head", ROBERTA_HEAD, IN_FRONT),
-    Family(
-        entry=ENTRY,
-        architectures={"ModernBertForMaskedLM": "modernbert"},
-        tensors=lambda config: MODERN,
-        config_from=modern_config_from,
-        config_json=modern_config_json,
-        lost=functools.partial(lost, modern_config_from, modern_config_json),
-        fixed={"modern": True},
-        checked=MODERN_UNUSED,
-        tied={"decoder.weight": "model.embeddings.tok_embeddings.weight"},
-    ),
+    bert("BertModel", "bert", "embed"),
+    bert("BertForSequenceClassification", "bert", "classify"),
+    bert("BertForMaskedLM", "bert"),
+    bert("RobertaModel", "roberta", "embed"),
+    bert("RobertaForSequenceClassification", "roberta", "classify"),
+    bert("RobertaForMaskedLM", "roberta"),
+    bert("XLMRobertaModel", "xlm-roberta", "embed"),
+    bert("XLMRobertaForSequenceClassification", "xlm-roberta", "classify"),
+    bert("XLMRobertaForMaskedLM", "xlm-roberta"),
+    modern("ModernBertModel", "embed"),
+    modern("ModernBertForSequenceClassification", "classify"),
+    modern("ModernBertForMaskedLM"),
 )

@@ -8,7 +8,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from recipes.common.hf.tensors import Stored
@@ -127,6 +127,21 @@ class ConfigFile:
                 "model's config.json"
             )
         return kind(value)
+
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes; one that stands for two (ImageNet's crane) gets their numbers."""
+        by_number = self.keys.get("id2label") or {}
+        count = len(by_number) or self.number("num_labels", 2)
+        numbers = {str(i) for i in range(count)}
+        if not isinstance(by_number, dict) or (by_number and {*by_number} != numbers):
+            raise UserError(
+                f"{self.path} has an id2label without a name for each class from 0; use this model's "
+                "config.json"
+            )
+        names = [str(by_number.get(str(i), f"LABEL_{i}")) for i in range(count)]
+        return tuple(
+            name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)
+        )
 
     def sizes(self, table: dict[str, str], **defaults: int | None) -> dict[str, int]:
         """Fields of Config, by a table like SIZES; raises if a key without a default is absent."""
@@ -281,6 +296,14 @@ class ConfigFile:
         full = self.keys.get("max_window_layers", 28) if switched and window else 0
         full = min(self.number("max_window_layers", 28), layers) if full else 0  # the first layers
         return [None] * full + [window] * (layers - full)
+
+
+def labels_json(labels: Sequence[str]) -> dict[str, Any]:
+    """Their keys for the names of classes."""
+    return {
+        "id2label": {str(i): name for i, name in enumerate(labels)},
+        "label2id": {name: i for i, name in enumerate(labels)},
+    }
 
 
 def scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:

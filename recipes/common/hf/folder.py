@@ -25,6 +25,7 @@ from recipes.common.hf import (
     moe,
     mxfp4,
     qwen3_next,
+    sentence_transformers,
     siglip,
     tensors,
     vit,
@@ -59,7 +60,7 @@ def locate(name: str) -> pathlib.Path:
     if not re.fullmatch(hub.MODEL_NAME, name):
         raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
     wanted = ["config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"]
-    wanted.append(vit.PREPROCESSOR)
+    wanted += [vit.PREPROCESSOR, sentence_transformers.MODULES, "*/config.json"]
     files = (*tokenizer.FILES, *tokenizer.PAIRS, *tokenizer.PIECES)
     return hub.snapshot(name, [*wanted, *files], name)
 
@@ -129,7 +130,11 @@ class Folder:
         # A model that was saved without its head lacks the prefix of the other names.
         self._stored = tensors.rename(self._stored, add_prefix(wanted), self.path)
         computed = self.family.computed
-        stored = {name: t for name, t in self._stored.items() if not name.endswith(computed)}
+        stored = {
+            name: tensor
+            for name, tensor in self._stored.items()
+            if name in wanted or not name.endswith(computed)
+        }
         tied = self.family.tied | self.family.copies(self.config)
         tied = {a: b for a, b in tied.items() if a in stored.keys() - wanted.keys()}
         wanted |= {a: wanted[b] for a, b in tied.items()}
@@ -176,6 +181,7 @@ def write(
     with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read)
         for name, content in {"config.json": theirs, **family.other_files(config)}.items():
+            (beside / name).parent.mkdir(exist_ok=True)
             (beside / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -283,17 +289,19 @@ def _check_model_type(theirs: dict[str, Any], config: Any, file: pathlib.Path) -
     absent, or a name of its own: Kimi K2 has V3's architecture.
     """
     kind = theirs.get("model_type")
-    for family in FAMILIES:
-        if kind in family.architectures.values():
-            try:
-                same = family.config_from(family.text_keys(theirs, file), file) == config
-            except UserError:
-                same = False
-            if not same:
-                raise UserError(
-                    f"{file} has architecture {theirs['architectures'][0]} and model_type {kind}, which "
-                    "read it differently; correct the wrong one"
-                )
+
+    def same(family: Family) -> bool:
+        try:
+            return family.config_from(family.text_keys(theirs, file), file) == config
+        except UserError:
+            return False
+
+    families = [family for family in FAMILIES if kind in family.architectures.values()]
+    if families and not any(map(same, families)):
+        raise UserError(
+            f"{file} has architecture {theirs['architectures'][0]} and model_type {kind}, which "
+            "read it differently; correct the wrong one"
+        )
 
 
 def _nearest(theirs: dict[str, Any], file: pathlib.Path) -> str:

@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 from recipes.common.hf import tensors as folders
-from recipes.common.hf.family import ConfigFile, Family
-from recipes.common.runtime.errors import UserError
+from recipes.common.hf.family import ConfigFile, Family, labels_json
 from zoo.vit import Config
 
 ENTRY = "vit"
@@ -108,26 +107,13 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     for name, part in (("image_size", "patch"), ("embed", "num_heads")):
         if sizes[name] % sizes[part]:
             raise theirs.refused(SIZES[part][0], sizes[part])
-    names = keys.get("id2label") or {}
-    count = len(names) or theirs.number("num_labels", 2)
-    if not isinstance(names, dict) or (names and {*names} != {str(i) for i in range(count)}):
-        raise UserError(
-            f"{file} has an id2label without a name for each class from 0; use this model's "
-            "config.json"
-        )
+    labels = theirs.labels()
     return Config(
         **sizes,
-        classes=count,
-        labels=_unlike([str(names.get(str(i), f"LABEL_{i}")) for i in range(count)]),
+        classes=len(labels),
+        labels=labels,
         norm_eps=theirs.number("layer_norm_eps", 1e-12, float),
         **inputs(file.with_name(PREPROCESSOR), sizes, ENTRY),
-    )
-
-
-def _unlike(names: list[str]) -> tuple[str, ...]:
-    """Class names; one that stands for two classes (ImageNet's crane) gets their numbers."""
-    return tuple(
-        name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)
     )
 
 
@@ -175,8 +161,7 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
         "qkv_bias": True,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)},
+        **labels_json(names),
         "torch_dtype": "float32",
     }
 

@@ -123,6 +123,11 @@ def model_config(
     """
     if start and not flags.size:
         config = checkpoint.config_of(start)
+        if entry == "bert" and config.task != "fill":
+            raise UserError(
+                f"{start.path} has no head that fills masks in, which the recipe trains; use a "
+                "…ForMaskedLM, or --size for a new model"
+            )
     else:
         config = entries.sizes(entry)[flags.size or "small"]()
         if tokenizer.files:  # bytes use the size's own vocabulary
