@@ -66,7 +66,10 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
     teacher = frozen_teacher(source, layout, distillation) if distillation.alpha else None
     about = f"Teacher: {teacher or 'none, because of --alpha=0'}."
     if run.plan:
-        lines = plan(layout, training.accumulate, training.offload, training.optimizer)
+        lines = plan(
+            layout, training.accumulate, training.offload, training.optimizer,
+            frozen=teacher and teacher.layout, frozen_bytes=teacher.bytes_per_device if teacher else 0,
+        )  # fmt: skip
         return print0(*lines, about)
 
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------

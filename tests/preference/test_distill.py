@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 
 import jax
@@ -231,6 +232,14 @@ def test_a_run_reports_both_models_and_resumes_bit_equal(run, tmp_path, quick):
     assert_bit_equal(state_of(killed, 4), state_of(whole, 4))
     assert records(killed, "loss", "divergence") == records(whole, "loss", "divergence")
     assert not [path for path in state_of(whole, 4) if path.startswith("frozen")]
+
+
+def test_a_plan_counts_both_models(run, tmp_path):
+    out = run("--plan", f"--workdir={tmp_path / 'w'}")
+    (copy,) = re.findall(r"Teacher: a frozen copy of model, rules fsdp, ([\d.]+ kB)", out)
+    assert f", frozen model {copy}; this fits in" in out
+    assert "frozen model" not in run("--plan", "--alpha=0", f"--workdir={tmp_path / 'w'}")
+    assert not (tmp_path / "w").exists()
 
 
 MISTAKES = {

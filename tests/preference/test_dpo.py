@@ -21,6 +21,7 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train.step import TrainStep, gradients
+from recipes.instruments.plan import answer
 from tests.conftest import full_except
 from tests.support.entries import LR, OPTIMIZER
 from tests.support.models import random_values
@@ -243,6 +244,8 @@ def test_a_run_learns_and_resumes_bit_equal(tune, tmp_path, quick):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     out = tune("--mesh=4x2", f"--workdir={whole}")
     assert "Reference: a frozen copy of model, rules fsdp_tp, " in out
+    (copy,) = re.findall(r"rules fsdp_tp, ([\d.]+ kB) per device\.", out)
+    assert re.search(rf"gradients .*, optimizer state .*, frozen model {copy}\.", out)
     assert "Training data: 23 pairs, " in out
     ((loss,), *_) = records(whole, "loss")
     assert loss == pytest.approx(np.log(2), rel=1e-6), "the policy is the reference at first"
@@ -306,12 +309,46 @@ def test_a_tuned_model_is_published_with_its_own_command(tune, tmp_path, quick):
     assert {*kept["batch"]} == {"tokens", "targets"}
 
 
-def test_a_plan_counts_both_models(tune, tmp_path):
-    out = tune("--mesh=4x2", "--plan", f"--workdir={tmp_path / 'w'}", "--reference_dtype=bfloat16")
-    assert re.search(
-        r"Reference: a frozen copy of model, rules fsdp_tp, [\d.]+ kB per device\.", out
-    )
-    assert not (tmp_path / "w").exists()
+@pytest.fixture
+def planned(tune, monkeypatch, tmp_path):
+    """Returns what --plan has estimated."""
+    estimates, frozen = [], answer.with_frozen
+    own = answer.estimate
+
+    def keep(function):
+        return lambda *arguments: estimates.append(function(*arguments)) or estimates[-1]
+
+    monkeypatch.setattr(answer, "estimate", keep(own))
+    monkeypatch.setattr(answer, "with_frozen", keep(frozen))
+
+    def run(*flags: str):
+        out = tune("--mesh=4x2", "--plan", f"--workdir={tmp_path / 'w'}", *flags)
+        assert not (tmp_path / "w").exists()
+        return out, estimates[-1]
+
+    return run
+
+
+def test_a_plan_counts_both_models(planned):
+    """By value: a whole copy of the weights on each device, under rules of its own, and its FLOPs."""
+    _, alone = planned("--loss=simpo")
+    assert "frozen model" not in alone.memory
+    out, both = planned("--reference_rules=dp")
+    parameters = sum(x.size for x in jax.tree.leaves(alone.layout.model.shapes["params"]))
+    assert both.memory["frozen model"] == 4 * parameters
+    assert f"frozen model {report.size(4 * parameters)}; this fits in" in out
+    assert both.peak - alone.peak >= 4 * parameters
+    assert both.memory["parameters"] == alone.memory["parameters"] < 4 * parameters
+    assert both.useful == pytest.approx(4 / 3 * alone.useful)
+    out, _ = planned("--reference_rules=dp", "--reference_dtype=bfloat16")
+    assert "Reference: a frozen copy of model, rules dp, " in out
+    _, halves = planned("--reference_rules=fsdp")
+    assert halves.memory["frozen model"] == pytest.approx(parameters, rel=0.05), "split in four"
+    _, stored = planned("--reference=stored")
+    assert stored.memory == alone.memory, "the step has no reference"
+    _, adapter = planned("--lora_rank=2")
+    assert "frozen model" not in adapter.memory, "it shares the weights"
+    assert adapter.useful > 1.4 * planned("--lora_rank=2", "--loss=simpo")[1].useful
 
 
 MISTAKES = {

@@ -32,7 +32,12 @@ class Frozen:
         """Its variables, each shard read onto its own device."""
         return checkpoint.restore_variables(self.source, self.layout, self.dtype)
 
+    @property
+    def bytes_per_device(self) -> int:
+        """Of its weights; 0 if they are the first model's."""
+        return 0 if self.shares_weights else bytes_per_device(self.abstract())
+
     def __str__(self) -> str:
-        held = size(bytes_per_device(self.abstract()))
+        held = size(self.bytes_per_device)
         name = self.source.path.name
         return f"a frozen copy of {name}, rules {self.layout.strategy}, {held} per device"

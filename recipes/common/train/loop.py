@@ -64,11 +64,11 @@ def fit(
     metadata = checkpoint_metadata(folder, layout)
     profile = check(folder, layout, facts, run)
     abstract, compiled = step.abstract_state(), None
-    print0(report.headline(layout), report.table(layout, abstract))
+    second = {"frozen": frozen.abstract()} if frozen else {}
+    print0(report.headline(layout), report.table(layout, abstract, second.get("frozen")))
     if run.steps > folder.step:
         print0("Compiling the train step.")  # a minute or more for a large model
-        both = abstract | ({"frozen": frozen.abstract()} if frozen else {})
-        compiled = step.lower(both, data.filler).compile()
+        compiled = step.lower(abstract | second, data.filler).compile()
         print0(report.step(compiled))
 
     # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------

@@ -54,6 +54,7 @@ LANES = 128  # of a TPU's vectors: heads of 64 take as much memory as those of 1
 MATRIX_UNITS = {"TPU v6 lite": 256, "TPU7x": 256}  # width of heads that fill one; others: LANES
 LOGITS = 4  # times that float32 logits are written or read, forward and backward
 CAUSES = ("links", "network", "waiting", "bubble", "compute", "memory", "update", "host", "ends")
+FORWARD = ("weights", "activations", "attention", "states", "exchanges")  # that forward passes send
 OVERLAPPED = ("compute", "memory", "links", "network", "host")  # some of CAUSES
 
 
@@ -173,6 +174,40 @@ def estimate(
         seconds,
         work.useful,
         optimizer,
+    )
+
+
+def with_frozen(own: Estimate, frozen: Layout, held: int) -> Estimate:
+    """Adds a frozen model to a step: its weights at rest, and its forward pass.
+
+    Of a step of its own, the forward pass has a third of the FLOPs, and gathers weights once of twice.
+    The larger of both models' working sets counts.
+
+    Args:
+      frozen: its layout, on the same devices.
+      held: bytes of its weights on a device; 0 if it shares the first model's.
+    """
+    other = estimate(frozen, own.devices, own.accumulate)
+    forward = [x._replace(bytes=x.bytes / 2) for x in other.transfers if x.purpose in FORWARD]
+    links, network, sending = _sending(frozen, own.devices, forward)
+    seconds = dict(own.seconds)
+    for cause, more in sending.items():
+        seconds[cause] += more
+    repeats_matmuls, _ = REPEATS.get(frozen.shape.remat, (True, True))
+    passes = 4 if repeats_matmuls else 3
+    operations = {kind: s + other.operations[kind] / passes for kind, s in own.operations.items()}
+    seconds["compute"] = sum(operations.values())
+    seconds["memory"] += other.seconds["memory"] / passes
+    working = "live working set"
+    larger = max(own.memory[working], other.memory[working])
+    return own._replace(
+        memory=own.memory | {working: larger} | ({"frozen model": held} if held else {}),
+        transfers=own.transfers + forward,
+        links=own.links + links,
+        network=own.network + network,
+        operations=operations,
+        seconds=seconds,
+        useful=own.useful + other.useful / 3,
     )
 
 
