@@ -53,6 +53,7 @@ def batch_of_pairs() -> dict[str, np.ndarray]:
 
 
 BATCH = batch_of_pairs()
+KTO, LABELS = Loss("kto", 0.5), np.array([1, 0, 0, 1, 1, 0, 1, 0], np.float32)
 
 
 def config_of(entry: str, **changes):
@@ -72,15 +73,19 @@ def values(layout, seed: int):
 @functools.cache
 def figures(
     mesh: str = "1x1", strategy: str = "", reference: str = "copy", rules: str = "",
-    lora: int = 0, microbatches: int = 1, entry: str = "transformer",
+    lora: int = 0, microbatches: int = 1, entry: str = "transformer", loss: Loss = LOSS,
 ):  # fmt: skip
-    """(metrics, gradients) of a policy with random weights, and another random model as reference."""
+    """(metrics, gradients) of a policy with random weights, and another random model as reference.
+
+    With kto, they change places, or else z would be 0.
+    """
+    policy_seed, reference_seed = (1, 0) if loss is KTO else (0, 1)
     model = entries.model(entry)
     layout = layout_on(mesh, strategy, config_of(entry, lora_rank=lora), model)
     its = layout_on(mesh, rules or strategy, config_of(entry), model, rows=0)
-    layout = dataclasses.replace(layout, model=layout.model._replace(loss=Objective(LOSS, its)))
-    state, batch = values(layout, 0), BATCH
-    frozen = values(its, 1 if not lora else 0)
+    layout = dataclasses.replace(layout, model=layout.model._replace(loss=Objective(loss, its)))
+    state, batch = values(layout, policy_seed), BATCH | ({"label": LABELS} if loss is KTO else {})
+    frozen = values(its, reference_seed if not lora else 0)
     if lora:  # the adapter's base is the reference's weights, so both references are the same
         state = state | {"base": frozen["params"]}
     if reference == "copy":
@@ -118,8 +123,8 @@ def assert_equal(found, expected):
         assert error < TOLERANCE, (path, error)
 
 
-def test_the_objective_is_the_definition_on_logits():
-    means, _ = figures()
+def log_ratios() -> list[np.ndarray]:
+    """Policy's less reference's log-probabilities of both answers' tokens, from all logits in float64."""
     layout = layout_on("1x1", "", config_of("transformer"))
     forward = layout.compile(
         lambda variables, tokens_BT: layout.model.merge(variables)(tokens_BT),
@@ -133,19 +138,34 @@ def test_the_objective_is_the_definition_on_logits():
         picked_BT = np.take_along_axis(logits_BTV, np.maximum(targets_BT, 0)[..., None], 2)[..., 0]
         return np.where(targets_BT < 0, 0, picked_BT - log_sum_BT)
 
-    policy, reference = ([log_probs(seed, p) for p in ("", "rejected_")] for seed in (0, 1))
-    reward = [LOSS.beta * (a - b).sum(axis=1)[:-1] for a, b in zip(policy, reference, strict=True)]
-    margin = reward[0] - reward[1]
-    ratios = np.concatenate([(a - b) for a, b in zip(policy, reference, strict=True)])
+    return [log_probs(0, prefix) - log_probs(1, prefix) for prefix in ("", "rejected_")]
+
+
+def test_the_objective_is_the_definition_on_logits():
+    of_tokens = log_ratios()
+    chosen, rejected = (LOSS.beta * ratios.sum(axis=1)[:-1] for ratios in of_tokens)
+    margin, ratios = chosen - rejected, np.concatenate(of_tokens)
     count = sum((BATCH[f"{p}targets"] >= 0).sum() for p in ("", "rejected_"))
+    kl = (np.exp(ratios) - 1 - ratios).sum() / count
+    z = max(0, -rejected.mean())
+    assert z > 0
+    distance = np.where(LABELS[:-1] > 0, 1, -1) * (-chosen - z)
     expected = {
-        "loss": np.log1p(np.exp(-margin)).mean(), "margin": margin.mean(),
-        "accuracy": (margin > 0).mean(), "reward_chosen": reward[0].mean(),
-        "reward_rejected": reward[1].mean(), "kl": (np.exp(ratios) - 1 - ratios).sum() / count,
+        LOSS: {
+            "loss": np.log1p(np.exp(-margin)).mean(), "margin": margin.mean(),
+            "accuracy": (margin > 0).mean(), "reward_chosen": chosen.mean(),
+            "reward_rejected": rejected.mean(), "kl": kl,
+        },
+        KTO: {
+            "loss": (1 - 1 / (1 + np.exp(-distance))).mean(), "margin": distance.mean(),
+            "accuracy": (distance > 0).mean(), "kl": (np.exp(-ratios) - 1 + ratios).sum() / count,
+        },
     }  # fmt: skip
-    assert means.keys() == expected.keys()
-    for name, mean in expected.items():
-        np.testing.assert_allclose(means[name], mean, rtol=1e-5, atol=1e-6, err_msg=name)
+    for loss, means in expected.items():
+        found, _ = figures(loss=loss)
+        assert found.keys() == means.keys()
+        for name, mean in means.items():
+            np.testing.assert_allclose(found[name], mean, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 CASES = {
@@ -166,13 +186,16 @@ CASES = {
     "fsdp_cp_tp, reference tp": {
         "mesh": "data=2,seq=2,model=2", "strategy": "fsdp_cp_tp", "rules": "fsdp_tp",
     },
+    "kto, fsdp_tp, reference fsdp": {
+        "mesh": "4x2", "strategy": "fsdp_tp", "rules": "fsdp", "loss": KTO,
+    },
 }  # fmt: skip
 FAST = ["fsdp_tp, reference fsdp"]
 
 
 @pytest.mark.parametrize("name", full_except(CASES, FAST))
 def test_every_mesh_and_reference_give_the_same(name):
-    assert_equal(figures(**CASES[name]), figures())
+    assert_equal(figures(**CASES[name]), figures(loss=CASES[name].get("loss", LOSS)))
 
 
 @pytest.mark.full
@@ -281,6 +304,20 @@ def test_stored_numbers_train_the_same_model(tune, tmp_path, quick):
             np.testing.assert_allclose(x, expected[path], atol=1e-5, err_msg=path)
 
 
+def test_labelled_answers_train(tune, start, tmp_path, quick):
+    """As many good and bad ones as there are pairs; good answers get likelier."""
+    rows = [json.loads(line) for line in (start / "pairs.jsonl").read_text().splitlines()]
+    labelled = [
+        {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+        for row in rows for name in ("chosen", "rejected")
+    ]  # fmt: skip
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    flags = ("--mesh=1", "--loss=kto", f"--dataset={file}", f"--workdir={tmp_path / 'w'}")
+    assert "Training data: 46 pairs, " in tune(*flags)
+    assert held_out(tmp_path / "w")["held_out_margin"] > 0.1
+
+
 @pytest.mark.full
 def test_the_reference_of_an_adapter_takes_no_memory_for_weights():
     layout = layout_on("4x2", "fsdp_tp", config_of("transformer", lora_rank=2))
@@ -357,6 +394,7 @@ MISTAKES = {
     "--loss=ipo --label_smoothing=0.1": "--label_smoothing=0.1 is for dpo and simpo, not --loss=ipo",
     "--loss=orpo --length_normalized=false": "--length_normalized=false gives --loss=orpo odds of",
     "--restore_from=mlp.digits": "--restore_from=mlp.digits is a 'mlp' model, which writes no answers",
+    "--bad_weight=2": "--good_weight and --bad_weight are for kto, not --loss=dpo",
     "--reference_rules=no": "--reference_rules=no is not a strategy of this entry",
     "--mesh=data=4,pipe=2": "preference tuning needs all layers on every device",
     "--dataset=missing.jsonl": "--dataset=missing.jsonl does not exist",

@@ -43,12 +43,14 @@ class Objective:
         rejected_targets: jax.Array,
         reference_chosen: jax.Array | None = None,
         reference_rejected: jax.Array | None = None,
+        label: jax.Array | None = None,
         frozen: Tree | None = None,
     ) -> tuple[jax.Array, jax.Array, Tree]:
         """
         Args:
           tokens, targets: of the chosen answers with their prompts, [B, T]; see data/pairs.py.
           reference_chosen, reference_rejected: the reference's log-probabilities, [B], if stored.
+          label: for kto, 1 for a good answer and 0 for a bad one, [B]; "rejected" is another answer.
           frozen: the reference's variables; None: the model's own, without its adapter.
         """
         tokens_RT = _side_by_side(tokens, rejected_tokens)
@@ -61,14 +63,18 @@ class Objective:
             variables = unadapted(variables_of(model)) if frozen is None else frozen
             reference = self.reference_answers(variables, tokens_RT, targets_RT)
         theirs = reference.pair if reference else stored
-        loss_B = self.loss(policy.pair, theirs)
-        rewards = self.loss.rewards(policy.pair, theirs)
-        margin_B = rewards.chosen - rewards.rejected
         is_pair_B = (targets >= 0).any(axis=1)  # others pad the last held-out batch
-        means = {
-            "loss": loss_B, "accuracy": margin_B > 0, "margin": margin_B,
-            "reward_chosen": rewards.chosen, "reward_rejected": rewards.rejected,
-        }  # fmt: skip
+        is_good_B = None if label is None else label > 0
+        loss_B = self.loss(policy.pair, theirs, is_good_B, is_pair_B)
+        if is_good_B is not None:
+            ratios = self.loss.log_ratios(policy.pair, theirs)
+            margin_B = self.loss.distances(ratios, is_good_B, is_pair_B)
+            means = {}
+        else:
+            rewards = self.loss.rewards(policy.pair, theirs)
+            margin_B = rewards.chosen - rewards.rejected
+            means = {"reward_chosen": rewards.chosen, "reward_rejected": rewards.rejected}
+        means |= {"loss": loss_B, "accuracy": margin_B > 0, "margin": margin_B}
         count = is_pair_B.sum().astype(jnp.float32)
         aux = {name: (jnp.where(is_pair_B, x, 0).sum(), count) for name, x in means.items()}
         if reference:
