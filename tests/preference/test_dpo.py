@@ -28,6 +28,7 @@ from tests.support.models import random_values
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of, talker
+from zoo.moe import MoE
 from zoo.transformer import Transformer
 
 pytestmark = pytest.mark.promise("preferences")
@@ -216,6 +217,44 @@ OTHERS = {
 def test_every_decoder_can_be_tuned(entry):
     mesh, _ = OTHERS[entry]
     assert_equal(figures(mesh, entry=entry), figures(entry=entry))
+
+
+def test_experts_are_balanced_as_in_training():
+    """The objective has the model's own costs, per pair, and its biases move as after Decoder.loss."""
+    rows = {
+        name: np.stack([BATCH[name], BATCH[f"rejected_{name}"]], axis=1).reshape(-1, LENGTH)
+        for name in ("tokens", "targets")
+    }
+    weights = {"balance_weight": 0.5, "router_z_weight": 0.25, "balance_rate": 0.125}
+
+    def after(objective, config, **batch):
+        layout = layout_on("1x1", "", config, MoE)
+
+        def run(variables, batch):
+            model = layout.model.merge(variables)
+            result = objective(model, **batch)
+            return result, layout.model.buffers(model)
+
+        variables = values(layout, 0)
+        program = layout.compile(run, variables, batch, compiler_options=QUICK)
+        return program(variables, batch)
+
+    config = config_of("moe", balance_rate=0.125)
+    simpo = Objective(Loss("simpo"))
+    plain = dataclasses.replace(config, balance_weight=0.0, router_z_weight=0.0)
+    (total, pairs, aux), moved = after(simpo, dataclasses.replace(config, **weights), **BATCH)
+    (without, _, _), _ = after(simpo, plain, **BATCH)
+    (_, _, expected), moved_in_training = after(MoE.loss, plain, **rows)
+    means = {name: float(a / b) for name, (a, b) in expected.items()}
+    cost = 0.5 * means["balance"] + 0.25 * means["router_z"]
+    np.testing.assert_allclose((total - without) / pairs, cost, rtol=1e-4)
+    for name in expected.keys() - {"loss"}:
+        np.testing.assert_allclose(
+            aux[name][0] / aux[name][1], means[name], rtol=1e-5, err_msg=name
+        )
+    for path, x in paths(moved).items():
+        assert np.abs(x).max() > 0
+        np.testing.assert_array_equal(x, paths(moved_in_training)[path])
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
 from tests.support.models import packed_batch, random_variables
 from tests.support.quick import QUICK
+from zoo.bert import Bert
+from zoo.bert import Config as BertConfig
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("preferences")
@@ -88,6 +90,45 @@ def test_one_device_has_the_log_softmax_of_float64():
     for path, gradient in expected.items():
         scale = np.abs(gradient).max()
         np.testing.assert_allclose(gradients[path], gradient, atol=2e-6 * scale, err_msg=path)
+
+
+def test_a_bias_of_logits_counts():
+    """Bert's: log-probabilities and the bias's gradient are those of all logits."""
+    rows = {name: rows[:2] for name, rows in ROWS.items()}
+    layout = make_layout(
+        Bert, dataclasses.replace(BertConfig.tiny(), loss_chunk=8), make_mesh("1x1")
+    )
+    weights_B1 = WEIGHTS_B[:2, None]
+
+    def chunked(variables):
+        return layout.model.merge(variables).log_probs(**rows)
+
+    def from_all_logits(variables):
+        logits_BTV = layout.model.merge(variables)(rows["tokens"], rows["segment_ids"])
+        picked = jnp.arange(logits_BTV.shape[-1]) == rows["targets"][..., None]
+        return jnp.where(picked, jax.nn.log_softmax(logits_BTV), 0).sum(axis=-1)
+
+    def both(variables):
+        results = []
+        for function in (chunked, from_all_logits):
+
+            def weighted(variables, function=function):
+                each_BT = function(variables)
+                return (each_BT * weights_B1).sum(), each_BT
+
+            grads, each_BT = jax.grad(weighted, has_aux=True)(variables)
+            results.append((each_BT, grads))
+        return results
+
+    variables = random_variables(layout)
+    assert jnp.abs(variables["params"]["unembed_bias"]).max() > 0.1
+    program = layout.compile(both, variables, compiler_options=QUICK)
+    (found_BT, grads), (expected_BT, expected) = program(variables)
+    np.testing.assert_allclose(found_BT, expected_BT, atol=2e-5)
+    expected = paths(expected)
+    for path, gradient in paths(grads).items():
+        scale = np.abs(expected[path]).max()
+        np.testing.assert_allclose(gradient, expected[path], atol=2e-5 * scale, err_msg=path)
 
 
 @pytest.mark.parametrize(("mesh", "strategy"), full_except(MESHES[1:], []))
