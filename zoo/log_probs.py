@@ -61,13 +61,13 @@ def outputs(model, tokens, targets, segment_ids=None):
     return stripe(config, x_BTD, "act_embed", back=True), tables[-1], metrics
 
 
-def from_chunks(x_CRM, shape: tuple[int, ...]):
-    """The inverse of `in_chunks`; shape: (B, T)."""
-    C, R, M = x_CRM.shape
+def from_chunks(x_CRM, shape: tuple[int, ...], *axes):
+    """The inverse of `in_chunks`; shape: (B, T), axes: of the dims after M."""
+    C, R, M, *rest = x_CRM.shape
     rows = shape[0] // shards("batch")
-    x = reshape(x_CRM, (C, R, rows, M // rows), None, SHARDS, None, None)
-    x = reshape(jnp.moveaxis(x, 0, 2), (R, C * M), SHARDS, None)
-    return from_shards(x, shape)
+    x = reshape(x_CRM, (C, R, rows, M // rows, *rest), None, SHARDS, None, None, *axes)
+    x = reshape(jnp.moveaxis(x, 0, 2), (R, C * M, *rest), SHARDS, None, *axes)
+    return from_shards(x, shape, *axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

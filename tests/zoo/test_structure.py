@@ -43,6 +43,7 @@ LAYERS = {
     "pictures": {"runtime"},
     "int8_weights": {"runtime", "sharding"},
     "distillation": {"runtime", "sharding"},
+    "teacher_logits": {"storage", "runtime", "sharding", "report", "train", "distillation"},
     "language": {
         *{"storage", "runtime", "sharding", "report", "generation", "checkpoint"},
         *{"train", "entries", "config_flags", "contexts"},
