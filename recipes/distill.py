@@ -70,7 +70,7 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
         live = None if distillation.teacher_logits else teacher
         lines = plan(
             layout, training.accumulate, training.offload, training.optimizer,
-            frozen=live and live.layout, frozen_bytes=live.bytes_per_device if live else 0,
+            second=live and live.in_plan,
         )  # fmt: skip
         return print0(*lines, about)
 

@@ -17,7 +17,7 @@ from recipes.common.config_flags import configure, describe_set
 from recipes.common.language import DECODER, Training
 from recipes.common.preference import reference as references
 from recipes.common.preference.flags import STORED, Pairs, Reference
-from recipes.common.preference.losses import LABELLED, Loss
+from recipes.common.preference.losses import Loss
 from recipes.common.preference.objective import Objective
 from recipes.common.preference.stored import with_reference
 from recipes.common.report import flops, kernel
@@ -75,12 +75,12 @@ def main(
         second = reference if reference and ref.reference != STORED else None
         lines = plan(
             answers, training.accumulate, training.offload, training.optimizer,
-            frozen=second and second.layout, frozen_bytes=second.bytes_per_device if second else 0,
+            second=second and second.in_plan,
         )  # fmt: skip
         return print0(*lines, *references.describe(reference, ref))
 
     # ---- Data: batch k is a pure function of (seed, k); a row is a pair --------------------------
-    dataset = data.load(tokenizer, labelled=loss.loss == LABELLED)
+    dataset = data.load(tokenizer, labelled=loss.loss == probe.LABELLED)
     print0(*dataset.notes, *kernel.report(layout, data.seq_len, False), *describe_set(flags))
     print0(*references.describe(reference, ref))
     if reference:

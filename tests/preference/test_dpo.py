@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recipes import dpo, publish
-from recipes.common import entries
+from recipes.common import checkpoint, entries
 from recipes.common.preference.losses import Loss
 from recipes.common.preference.objective import Objective
 from recipes.common.report import report
@@ -19,7 +19,9 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import parse
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.host_memory import on_host
 from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train import offload
 from recipes.common.train.step import TrainStep, gradients
 from recipes.instruments.plan import answer
 from tests.conftest import full_except
@@ -89,7 +91,10 @@ def figures(
     frozen = values(its, reference_seed if not lora else 0)
     if lora:  # the adapter's base is the reference's weights, so both references are the same
         state = state | {"base": frozen["params"]}
-    if reference == "copy":
+    if reference == "host":
+        there = jax.tree.map(lambda x: on_host(x.sharding), frozen)
+        frozen = jax.device_put(frozen, there)
+    if reference in ("copy", "host"):
         state = state | {"frozen": frozen}
     elif reference == "stored":
         pair_B2 = its.compile(
@@ -171,6 +176,10 @@ def test_the_objective_is_the_definition_on_logits():
 
 CASES = {
     "stored": {"reference": "stored"},
+    "in the host's memory": {"reference": "host"},
+    "fsdp_tp, reference dp in the host's memory": {
+        "mesh": "4x2", "strategy": "fsdp_tp", "rules": "dp", "reference": "host",
+    },
     "microbatches": {"microbatches": 2},
     "fsdp_tp": {"mesh": "4x2", "strategy": "fsdp_tp"},
     "fsdp_tp, reference dp": {"mesh": "4x2", "strategy": "fsdp_tp", "rules": "dp"},
@@ -337,6 +346,10 @@ def test_stored_numbers_train_the_same_model(tune, tmp_path, quick):
     assert_bit_equal(state_of(stored, 4), state_of(again, 4))
     for name, value in held_out(stored).items():
         assert value == pytest.approx(held_out(copy)[name], rel=1e-4, abs=1e-5), name
+    host = tmp_path / "host"
+    out = tune("--mesh=4x2", "--reference=host", f"--workdir={host}")
+    assert re.search(r"frozen model [\d.]+ kB \(in the host's memory\)\.", out)
+    assert_bit_equal(state_of(host, 4), state_of(copy, 4))
     expected = state_of(copy, 4)
     for path, x in state_of(stored, 4).items():
         if path.startswith("params"):
@@ -355,6 +368,9 @@ def test_labelled_answers_train(tune, start, tmp_path, quick):
     flags = ("--mesh=1", "--loss=kto", f"--dataset={file}", f"--workdir={tmp_path / 'w'}")
     assert "Training data: 46 pairs, " in tune(*flags)
     assert held_out(tmp_path / "w")["held_out_margin"] > 0.1
+    source = checkpoint.find(str(tmp_path / "w"))
+    kept = checkpoint.probe.batch(source.metadata, checkpoint.tokenizer_for("", source))
+    assert {*kept} == {"tokens", "targets"}, "it can be published"
 
 
 @pytest.mark.full
@@ -373,6 +389,29 @@ def test_the_reference_of_an_adapter_takes_no_memory_for_weights():
 
 
 @pytest.mark.full
+def test_no_logits_of_all_positions_exist():
+    """Neither the policy's nor the reference's, by the compiler's memory."""
+    temporary = {}
+    for words in (4096, 8192):
+        config = config_of("transformer", vocab_size=words)
+        layout = make_layout(
+            Transformer, config, make_mesh("4x2"), "fsdp_tp", batch_size=4, seq_len=512
+        )
+        its = layout_on("4x2", "fsdp", config)
+        layout = dataclasses.replace(layout, model=layout.model._replace(loss=Objective(LOSS, its)))
+        example = {name: np.zeros(512, np.int32) for name in BATCH}
+        state = layout.variables() | {"frozen": its.variables()}
+        program = layout.compile(
+            lambda state, batch, layout=layout: gradients(layout, state, batch),
+            state, layout.abstract_batch(example), compiler_options=QUICK,
+        )  # fmt: skip
+        temporary[words] = report.memory(program).temp_size_in_bytes
+    more = temporary[8192] - temporary[4096]
+    answers, positions, words = 2, 512, 4096  # of a device; more words
+    assert more < 0.5 * answers * positions * words / 2 * 4
+
+
+@pytest.mark.full
 def test_a_tuned_model_is_published_with_its_own_command(tune, tmp_path, quick):
     tune("--mesh=1", "--steps=1", f"--workdir={tmp_path / 'w'}")
     source, target = tmp_path / "w", tmp_path / "published"
@@ -388,14 +427,14 @@ def test_a_tuned_model_is_published_with_its_own_command(tune, tmp_path, quick):
 @pytest.fixture
 def planned(tune, monkeypatch, tmp_path):
     """Returns what --plan has estimated."""
-    estimates, frozen = [], answer.with_frozen
+    estimates, frozen = [], answer.with_second
     own = answer.estimate
 
     def keep(function):
         return lambda *arguments: estimates.append(function(*arguments)) or estimates[-1]
 
     monkeypatch.setattr(answer, "estimate", keep(own))
-    monkeypatch.setattr(answer, "with_frozen", keep(frozen))
+    monkeypatch.setattr(answer, "with_second", keep(frozen))
 
     def run(*flags: str):
         out = tune("--mesh=4x2", "--plan", f"--workdir={tmp_path / 'w'}", *flags)
@@ -403,6 +442,15 @@ def planned(tune, monkeypatch, tmp_path):
         return out, estimates[-1]
 
     return run
+
+
+def test_a_reference_needs_a_host_with_memory(tune, monkeypatch, tmp_path):
+    monkeypatch.setattr(offload, "has_host_memory", lambda _: False)
+    message = (
+        "--reference=host needs devices with the memory kind 'pinned_host'.*; use --reference=copy"
+    )
+    with pytest.raises(UserError, match=message):
+        tune("--mesh=1", "--reference=host", f"--workdir={tmp_path / 'w'}")
 
 
 def test_a_plan_counts_both_models(planned):
@@ -420,6 +468,10 @@ def test_a_plan_counts_both_models(planned):
     assert "Reference: a frozen copy of model, rules dp, " in out
     _, halves = planned("--reference_rules=fsdp")
     assert halves.memory["frozen model"] == pytest.approx(parameters, rel=0.05), "split in four"
+    out, host = planned("--reference_rules=dp", "--reference=host")
+    assert "frozen copy of model in the host's memory, rules dp, " in out
+    assert host.host == {"frozen model": 4 * parameters}
+    assert "frozen model" not in host.memory
     _, stored = planned("--reference=stored")
     assert stored.memory == alone.memory, "the step has no reference"
     _, adapter = planned("--lora_rank=2")

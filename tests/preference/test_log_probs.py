@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from recipes.common.preference.losses import Loss
+from recipes.common.preference.objective import Objective
 from recipes.common.report import report
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
@@ -163,17 +165,21 @@ def test_bfloat16_adds_up_in_float32():
     """A long answer's log-probability is a sum of thousands of terms."""
     rows = {"tokens": np.zeros((2, 2048), np.int32), "targets": np.zeros((2, 2048), np.int32)}
     rows["tokens"][:] = rows["targets"][:] = np.random.default_rng(0).integers(0, 257, (2, 2048))
-    found = {}
+    found, summed = {}, {}
+    simpo = Objective(Loss("simpo", length_normalized="false"))
     for dtype in ("float32", "bfloat16"):
         config = dataclasses.replace(Config.tiny(), dtype=dtype)
         layout = make_layout(Transformer, config, make_mesh("1x1"))
         program = layout.compile(
-            lambda v, b, layout=layout: layout.model.merge(v).log_probs(**b),
+            lambda v, b, layout=layout: simpo.answers(layout.model.merge(v), *b.values()),
             layout.variables(), rows, compiler_options=QUICK,
         )  # fmt: skip
-        found[dtype] = program(random_variables(layout), rows)
+        answers = program(random_variables(layout), rows)
+        found[dtype], summed[dtype] = answers.each_RT, np.concatenate(answers.pair)
         assert found[dtype].dtype == jnp.float32
     exact, rounded = (np.asarray(x, np.float64).sum(axis=1) for x in found.values())
     assert np.abs(exact).min() > 8_000, "in bfloat16, numbers there are 64 apart"
     assert np.abs(rounded / exact - 1).max() < 1e-3
-    np.testing.assert_allclose(found["bfloat16"].sum(axis=1), rounded, rtol=1e-6)
+    for dtype, sums in {"float32": exact, "bfloat16": rounded}.items():
+        assert summed[dtype].dtype == np.float32
+        np.testing.assert_allclose(summed[dtype], sums, rtol=1e-6, err_msg="the objective's sum")

@@ -7,7 +7,7 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.runtime import flag
 
-IN_STEP, STORED = "copy", "stored"
+IN_STEP, ON_HOST, STORED = "copy", "host", "stored"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Reference:
     """Flags of the reference."""
 
     reference: str = flag(
-        "", "The starting checkpoint as the reference: a frozen copy, or stored log-probabilities, computed "
-        "once; empty: the model without its adapter, or a copy if it has none.", "optimizer",
-        choices=["", IN_STEP, STORED],
+        "", "The starting checkpoint as the reference: a frozen copy, one in the host's memory, or stored "
+        "log-probabilities, computed once; empty: the model without its adapter, or a copy if it has none.",
+        "optimizer", choices=["", IN_STEP, ON_HOST, STORED],
     )  # fmt: skip
     reference_rules: str = flag(
         "", "Sharding rules of a copy; empty: the model's.", "optimizer", may_change=True

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from recipes.common.checkpoint.probe import LABELLED
 from recipes.common.runtime import UserError, flag
 
-LABELLED = "kto"
 WITH_REFERENCE = ("dpo", "ipo", LABELLED)
 # An answer's log-probability is that of a token, the mean. IPO's authors average too, though the
 # paper doesn't say so.

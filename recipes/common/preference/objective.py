@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from recipes.common.preference.losses import Loss, Pair
 from recipes.common.sharding import Layout, Tree
 from recipes.common.sharding.abstract import unadapted, variables_of
+from recipes.common.train.offload import to_device
 from zoo.log_probs import of_targets
 from zoo.sharding import constrain, reshape
 from zoo.vocabulary import Objective as DecoderObjective
@@ -97,6 +98,7 @@ class Objective:
         """The reference's answers under its own rules, sharded by the active rules."""
         assert self.reference
         with self.reference.trace():
+            variables = jax.tree.map(to_device, variables)  # of a copy in the host's memory
             model = self.reference.model.merge(jax.lax.stop_gradient(variables))
             rows = (constrain(x, "batch", "seq") for x in (tokens_RT, targets_RT))
             answers = self.answers(model, *rows)

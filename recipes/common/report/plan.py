@@ -1,7 +1,17 @@
 """The answer to a recipe's --plan."""
 
+from typing import NamedTuple
+
 from recipes.common.runtime.errors import needs_instruments
 from recipes.common.sharding.layout import Layout
+
+
+class Second(NamedTuple):
+    """A frozen model beside the one that is trained."""
+
+    layout: Layout
+    bytes_per_device: int  # of its weights; 0 if they are the first model's
+    on_host: bool  # they are in the host's memory
 
 
 def plan(
@@ -9,14 +19,13 @@ def plan(
     accumulate: int = 1,
     offload: str = "",
     optimizer: str = "adamw",
-    frozen: Layout | None = None,
-    frozen_bytes: int = 0,
+    second: Second | None = None,
 ) -> list[str]:
     """The planner's lines about a run. Raises UserError if the planner was removed.
 
     Args:
-      frozen, frozen_bytes: a second model in the step, and its bytes on a device.
+      second: a frozen model in the step.
     """
     with needs_instruments("--plan"):
         from recipes.instruments.plan.answer import of_layout
-    return of_layout(layout, accumulate, offload, optimizer, frozen, frozen_bytes)
+    return of_layout(layout, accumulate, offload, optimizer, second)

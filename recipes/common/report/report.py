@@ -70,6 +70,8 @@ def total(state: Tree, frozen: Tree | None = None) -> str:
     moments = held["opt_state"]
     moments += " (in the host's memory)" if on_host(state) else ""
     second = f", frozen model {size(bytes_per_device(frozen))}" if frozen else ""
+    if frozen and any(map(is_on_host, jax.tree.leaves(frozen))):
+        second += " (in the host's memory)"
     return f"{what}. Per device: {where}, gradients {held['params']}, optimizer state {moments}{second}."
 
 

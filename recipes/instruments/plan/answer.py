@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from recipes.common.report.plan import Second
 from recipes.common.report.report import size
 from recipes.common.runtime import describe, slices
 from recipes.common.sharding.layout import Layout
 from recipes.instruments.plan import tpu_slice
 from recipes.instruments.plan.calibration import FACTORS
-from recipes.instruments.plan.estimate import Estimate, estimate, with_frozen
+from recipes.instruments.plan.estimate import Estimate, estimate, with_second
 from recipes.instruments.plan.hardware import HARDWARE, Devices
 from recipes.instruments.plan.search import RULES_OUT, TIE, Plan, usable
 
@@ -224,18 +225,17 @@ def of_layout(
     accumulate: int = 1,
     offload: str = "",
     optimizer: str = "adamw",
-    frozen: Layout | None = None,
-    frozen_bytes: int = 0,
+    second: Second | None = None,
 ) -> list[str]:
     """Lines of a recipe's --plan: the estimate for its own mesh and rules on its own devices.
 
     Args:
-      frozen, frozen_bytes: a second model, whose forward pass is part of the step; see `with_frozen`.
+      second: a frozen model, whose forward pass is part of the step; see `with_second`.
     """
     devices = _devices_of(layout)
     own = estimate(layout, devices, accumulate, offload, optimizer)
-    if frozen:
-        own = with_frozen(own, frozen, frozen_bytes)
+    if second:
+        own = with_second(own, second)
     parts = ", ".join(f"{part} {size(count)}" for part, count in own.memory.items())
     what = f"fits in {size(usable(devices))}" if own.fits else "does not fit"
     simulated = devices.kind == "cpu"

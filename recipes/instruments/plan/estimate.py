@@ -19,6 +19,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from recipes.common.report import flops
+from recipes.common.report.plan import Second
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.shape import AttentionShape, Shape
@@ -177,16 +178,14 @@ def estimate(
     )
 
 
-def with_frozen(own: Estimate, frozen: Layout, held: int) -> Estimate:
+def with_second(own: Estimate, second: Second) -> Estimate:
     """Adds a frozen model to a step: its weights at rest, and its forward pass.
 
     Of a step of its own, the forward pass has a third of the FLOPs, and gathers weights once of twice.
-    The larger of both models' working sets counts.
-
-    Args:
-      frozen: its layout, on the same devices.
-      held: bytes of its weights on a device; 0 if it shares the first model's.
+    The larger of both models' working sets counts. Weights
+    in the host's memory are all on the device during the forward pass.
     """
+    frozen = second.layout
     other = estimate(frozen, own.devices, own.accumulate)
     forward = [x._replace(bytes=x.bytes / 2) for x in other.transfers if x.purpose in FORWARD]
     links, network, sending = _sending(frozen, own.devices, forward)
@@ -199,9 +198,13 @@ def with_frozen(own: Estimate, frozen: Layout, held: int) -> Estimate:
     seconds["compute"] = sum(operations.values())
     seconds["memory"] += other.seconds["memory"] / passes
     working = "live working set"
-    larger = max(own.memory[working], other.memory[working])
+    held = {"frozen model": second.bytes_per_device} if second.bytes_per_device else {}
+    there = held if second.on_host else {}
+    larger = max(own.memory[working], other.memory[working] + sum(there.values()))
+    seconds["host"] += sum(there.values()) / own.devices.hardware.host
     return own._replace(
-        memory=own.memory | {working: larger} | ({"frozen model": held} if held else {}),
+        memory=own.memory | {working: larger} | ({} if second.on_host else held),
+        host=own.host | there,
         transfers=own.transfers + forward,
         links=own.links + links,
         network=own.network + network,
