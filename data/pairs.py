@@ -4,15 +4,18 @@
     {"prompt": [{"role": "user", …}], "chosen": [{"role": "assistant", …}], "rejected": […]}
     {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}   # a shared prompt
     {"system": "…", "question": "…", "chosen": "…", "rejected": "…"}               # other names
+    {"prompt": "…", "completion": "…", "label": true}                              # for a loss of single answers
 
 Messages are rendered by the model's chat template, texts are taken as they are, or, with `as_chat`, as
 messages. Only answers are targets, as in conversations.py. A row of a batch is a pair, so both of its
-answers are always on the same device.
+answers are always on the same device. Of labelled answers, a row has an answer, its label, and the next
+row's answer to the same prompt, whose log-probability KTO compares with; a pair is two such rows.
 
 The default pairs are made from the standard library's source: the chosen answer continues a text,
 the rejected one is that continuation with letters swapped.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -28,6 +31,7 @@ from data.tokenizer import BYTES, Tokenizer
 # Names of the columns in well-known datasets.
 ANSWERS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 PROMPTS = ("prompt", "instruction", "question", "input", "query", "conversations")
+LABELLED_ANSWERS = ("completion", "response", "answer")
 HELD_OUT = 20  # one prompt of so many is held out, if the dataset has no split for it
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # of {"from": …, "value": …}
 TURN = "\n\nAssistant:"  # begins an answer in dialogues that are one text
@@ -42,6 +46,17 @@ class Made(NamedTuple):
     prompt: str  # decides whether it is held out
     chosen: Document
     rejected: Document
+    label: bool | None = None  # of `chosen`, where `rejected` is the next row's answer
+
+
+class Labelled(NamedTuple):
+    """A labelled answer, as texts or messages."""
+
+    prompt: Any
+    answer: Any
+    is_good: bool
+    context: dict[str, Any]  # for the chat template
+    where: str
 
 
 def load(
@@ -50,6 +65,7 @@ def load(
     tokenizer: Tokenizer | None = None,
     eval_dataset: str = "",
     as_chat: bool = False,
+    labelled: bool = False,
 ) -> Dataset:
     """Loads pairs, each of whose answers has at most seq_len positions with its prompt.
 
@@ -58,14 +74,16 @@ def load(
       tokenizer: None means bytes.
       eval_dataset: the held-out pairs; without it, a twentieth of the prompts, at least one.
       as_chat: whether texts are messages.
+      labelled: whether rows are answers with a label; pairs become two of these.
 
     Raises DataError if there are no such pairs, or a row has another form.
     """
     tokenizer = tokenizer or BYTES
-    train, held_out = _read(dataset, tokenizer, as_chat)
+    read = functools.partial(_read, tokenizer=tokenizer, chat=as_chat, labelled=labelled)
+    train, held_out = read(dataset)
     if eval_dataset:
         train += held_out or []
-        given, of_split = _read(eval_dataset, tokenizer, as_chat)
+        given, of_split = read(eval_dataset)
         held_out = given + (of_split or [])
     elif held_out is None:
         train, held_out = _split(train, dataset)
@@ -90,7 +108,8 @@ def load(
             "targets": nothing,
             "rejected_tokens": zeros,
             "rejected_targets": nothing,
-        },
+        }
+        | ({"label": np.zeros((), np.float32)} if labelled else {}),
         unit="tokens",
         units=2 * seq_len,
         config={"vocab_size": tokenizer.size} if tokenizer.files else {},
@@ -111,26 +130,28 @@ class Pairs(Rows):
     def __init__(self, pairs: list[Made], length: int):
         self._length = length
         self.found, self.cut, self.lost, self.of = len(pairs), 0, 0, 0
-        self.longest = max((len(x.tokens) - 1 for _, *both in pairs for x in both), default=0)
-        kept = []
-        for _, *both in pairs:
+        self.longest = max((len(x.tokens) - 1 for _, *both, _ in pairs for x in both), default=0)
+        kept, labels = [], []
+        for _, *both, label in pairs:
             sides = [Document(x.tokens[: length + 1], x.targets[: length + 1]) for x in both]
             self.of += sum(int(x.targets.sum()) for x in both)
             self.cut += sum(len(x.tokens) > length + 1 for x in both)
-            if all(x.targets.any() for x in sides) and not _same(*sides):
+            if all(x.targets.any() for x in sides) and (label is not None or not _same(*sides)):
                 kept += sides
+                labels += [] if label is None else [label]
         self.lost = self.of - sum(int(x.targets.sum()) for x in kept)
         ends = np.cumsum([0, *(len(x.tokens) for x in kept)])
         self._ends: list[int] = ends.tolist()
         self._tokens = np.concatenate([np.zeros(0, np.int32), *(x.tokens for x in kept)])
         self._targets = np.concatenate([np.zeros(0, bool), *(x.targets for x in kept)])
+        self._labels = np.array(labels, np.float32)
 
     def __len__(self):
         return (len(self._ends) - 1) // 2
 
     @property
     def fingerprint(self) -> bytes:
-        parts = (self._tokens, self._targets, np.array(self._ends))
+        parts = (self._tokens, self._targets, np.array(self._ends), self._labels)
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).digest()
 
     def take(self, indices: np.ndarray) -> Example:
@@ -146,7 +167,7 @@ class Pairs(Rows):
                 tokens_NT[n, : len(tokens) - 1] = tokens[:-1]
                 targets_NT[n, : len(tokens) - 1] = np.where(is_target, tokens[1:], -1)
             batch |= {f"{prefix}tokens": tokens_NT, f"{prefix}targets": targets_NT}
-        return batch
+        return batch | ({"label": self._labels[indices]} if len(self._labels) else {})
 
     def notes(self, what: str, tokenizer: Tokenizer) -> Iterator[str]:
         """Lines to print: how many pairs there are, and what is cut."""
@@ -166,15 +187,58 @@ def _same(a: Document, b: Document) -> bool:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _read(dataset: str, tokenizer: Tokenizer, chat: bool) -> tuple[list[Made], list[Made] | None]:
+def _read(
+    dataset: str, tokenizer: Tokenizer, chat: bool, labelled: bool
+) -> tuple[list[Made], list[Made] | None]:
     """(pairs, held-out pairs) of a dataset; None if it has no split for these."""
-    if dataset == "stdlib":
-        return _from_text(tokenizer)
-    made, held_out = (
-        None if rows is None else [_made(row, where, tokenizer, chat) for where, row in rows]
-        for rows in sources.rows(dataset)
-    )
+
+    def made_of(rows) -> list[Made]:
+        if not labelled:
+            return [_made(row, where, tokenizer, chat) for where, row in rows]
+        return _with_next_answers(
+            [x for where, row in rows for x in _labelled(row, where, chat)], tokenizer
+        )
+
+    parts = sources.rows(dataset) if dataset != "stdlib" else _from_text()
+    chat = chat and dataset != "stdlib"
+    made, held_out = (None if rows is None else made_of(rows) for rows in parts)
     return made or [], held_out
+
+
+def _with_next_answers(answers: list[Labelled], tokenizer: Tokenizer) -> list[Made]:
+    """Tokenizes labelled answers, each beside the next one's answer to its prompt."""
+    made = []
+    for one, after in zip(answers, [*answers[1:], *answers[:1]], strict=True):
+        sides = {one.where: one.answer, f"{one.where} with the next answer": after.answer}
+        answer, other = _tokenized(one.prompt, sides, one.context, tokenizer)
+        made.append(Made(json.dumps(one.prompt, sort_keys=True), answer, other, one.is_good))
+    return made
+
+
+def _labelled(row: Any, where: str, chat: bool) -> list[Labelled]:
+    """The labelled answer of a row, or both of a pair. Raises DataError, naming the row, if it has none."""
+    context = _context(row)
+    name = next((name for name in LABELLED_ANSWERS if name in row), "")
+    if not name or "label" not in row:
+        prompt, chosen, rejected = pair_of(row, where, chat)
+        return [Labelled(prompt, x, x is chosen, context, where) for x in (chosen, rejected)]
+    if row["label"] not in (True, False):  # also 1 and 0
+        raise DataError(
+            f"{where} has label {row['label']!r}; use true for a good answer, false for a bad one"
+        )
+    prompt = next(
+        (_plain(row[key], key, where) for key in PROMPTS if row.get(key) is not None), None
+    )
+    answer: Any = _plain(row[name], name, where)
+    if prompt is None and isinstance(answer, list):
+        prompt, answer = answer[:-1], answer[-1:]
+    if not prompt or not (answer.strip() if isinstance(answer, str) else answer):
+        raise DataError(f"{where} has an empty {name if prompt else 'prompt'}; remove the row")
+    if chat or isinstance(answer, list) or isinstance(prompt, list) or row.get("system"):
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        (prompt, (answer, _)) = _messages(prompt, [answer, []], row.get("system"))
+    return [Labelled(prompt, answer, bool(row["label"]), context, where)]
 
 
 def _split(pairs: list[Made], dataset: str) -> tuple[list[Made], list[Made]]:
@@ -196,21 +260,34 @@ def _split(pairs: list[Made], dataset: str) -> tuple[list[Made], list[Made]]:
 def _made(row: Any, where: str, tokenizer: Tokenizer, chat: bool) -> Made:
     """Tokenizes a row. Raises DataError, naming it, if it is no pair."""
     prompt, *answers = pair_of(row, where, chat)
-    context = {name: row[name] for name in conversations.CONTEXT if row.get(name) is not None}
     sides = {f"{where} ({name})": answer for name, answer in zip(ANSWERS[0], answers, strict=True)}
-    checked = {
-        side: conversations.checked({"prompt": prompt, "completion": answer} | context, PAIRS, side)
-        for side, answer in sides.items()
+    chosen, rejected = _tokenized(prompt, sides, _context(row), tokenizer)
+    return Made(json.dumps(prompt, sort_keys=True), chosen, rejected)
+
+
+def _context(row: Any) -> dict[str, Any]:
+    """A row's variables for the chat template."""
+    return {name: row[name] for name in conversations.CONTEXT if row.get(name) is not None}
+
+
+def _tokenized(
+    prompt: Any, answers: dict[str, Any], context: dict[str, Any], tokenizer: Tokenizer
+) -> list[Document]:
+    """Tokenizes a prompt with each answer. Raises DataError, naming an answer by its key."""
+    rows = {
+        where: conversations.checked(
+            {"prompt": prompt, "completion": answer} | context, PAIRS, where
+        )
+        for where, answer in answers.items()
     }
-    made = {side: documents(row, tokenizer, side) for side, row in checked.items()}
-    for side, turns in made.items():
+    made = {where: documents(row, tokenizer, where) for where, row in rows.items()}
+    for where, turns in made.items():
         if len(turns) > 1:
             raise DataError(
-                f"{side} has {len(turns)} turns of the assistant, which the chat template renders one by one; "
+                f"{where} has {len(turns)} turns of the assistant, which the chat template renders one by one; "
                 "keep the last one, and put the others into the prompt"
             )
-    chosen, rejected = (turns[0] for turns in made.values())
-    return Made(json.dumps(prompt, sort_keys=True), chosen, rejected)
+    return [turns[0] for turns in made.values()]
 
 
 def pair_of(row: Any, where: str, chat: bool = False) -> tuple[Any, Any, Any]:
@@ -303,8 +380,9 @@ def _messages(prompt: Any, answers: list[Any], system: str | None) -> tuple[list
 # ---- pairs made from a text ----------------------------------------------------------------------
 
 
-def _from_text(tokenizer: Tokenizer) -> tuple[list[Made], list[Made]]:
-    splits: tuple[list[Made], list[Made]] = ([], [])
+def _from_text() -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """(where it is from, row) of pairs for training and held out, like `sources.rows`."""
+    splits: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = ([], [])
     (source,) = sources.find("stdlib")
     for part in source.parts():
         text = part.text.decode(errors="ignore")
@@ -321,9 +399,7 @@ def _from_text(tokenizer: Tokenizer) -> tuple[list[Made], list[Made]]:
             if rejected == chosen or not (prompt + chosen).isascii():  # a token is a byte
                 continue
             row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-            splits[part.held_out].append(
-                _made(row, "a pair of the standard library", tokenizer, False)
-            )
+            splits[part.held_out].append(("a pair of the standard library", row))
     return splits
 
 

@@ -23,6 +23,7 @@ from recipes.common.runtime.flags import choose
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, make_layout
 from recipes.common.sharding.rules import check_batch
+from recipes.common.teacher_logits import with_teacher
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.frozen import Frozen
 from recipes.common.train.loop import finish, fit
@@ -66,7 +67,11 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
     teacher = frozen_teacher(source, layout, distillation) if distillation.alpha else None
     about = f"Teacher: {teacher or 'none, because of --alpha=0'}."
     if run.plan:
-        lines = plan(layout, training.accumulate, training.offload, training.optimizer)
+        live = None if distillation.teacher_logits else teacher
+        lines = plan(
+            layout, training.accumulate, training.offload, training.optimizer,
+            second=live and live.in_plan,
+        )  # fmt: skip
         return print0(*lines, about)
 
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
@@ -77,10 +82,13 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
     # ---- Step, state and training: the teacher is "frozen" in the state --------------------------
     sequence = flops.decoder(layout.shape, text.seq_len)["causal"]
     if teacher:
-        corpus = corpus._replace(facts=corpus.facts | {"frozen": teacher.key})
         distilling = Distilling(distillation, teacher.layout)
+        if distillation.teacher_logits:
+            corpus = with_teacher(corpus, distilling, layout, teacher)
+        else:
+            sequence += flops.decoder(teacher.layout.shape, text.seq_len)["causal"] / 3  # forward
+        corpus = corpus._replace(facts=corpus.facts | {"frozen": teacher.key})
         layout = dataclasses.replace(layout, model=layout.model._replace(loss=distilling))
-        sequence += flops.decoder(teacher.layout.shape, text.seq_len)["causal"] / 3  # forward
     lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
     optimizer = make_optimizer(
         training.optimizer, lr, training.weight_decay, training.clip_norm,
@@ -91,9 +99,8 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
         microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
         offload=training.offload,
     )  # fmt: skip
-    _, log, metrics = fit(
-        run, folder, step, corpus, tokenizer, example_flops=sequence, frozen=teacher
-    )
+    live = None if distillation.teacher_logits else teacher
+    _, log, metrics = fit(run, folder, step, corpus, tokenizer, example_flops=sequence, frozen=live)
 
     # ---- What it has learned ---------------------------------------------------------------------
     print0(f"Held-out {in_words(metrics, corpus.held_out_bytes)}.")
@@ -131,7 +138,7 @@ def frozen_teacher(source: Source, layout: Layout, flags: Distillation) -> Froze
     except UserError as error:
         raise UserError(str(error).replace("--rules", "--teacher_rules")) from None
     its.check_whole("the teacher")
-    check_vocabularies(its.config, layout.config, flags.teacher)
+    check_vocabularies(its.config, layout.config, flags)
     checkpoint.check_variables(source, its)
     return Frozen(dataclasses.replace(its, batch_size=layout.batch_size), source, dtype)
 

@@ -72,11 +72,15 @@ def main(
     objective = Objective(loss, reference.layout if reference else None)
     if run.plan:
         answers = dataclasses.replace(layout, batch_size=2 * run.batch_size)
-        lines = plan(answers, training.accumulate, training.offload, training.optimizer)
+        second = reference if reference and ref.reference != STORED else None
+        lines = plan(
+            answers, training.accumulate, training.offload, training.optimizer,
+            second=second and second.in_plan,
+        )  # fmt: skip
         return print0(*lines, *references.describe(reference, ref))
 
     # ---- Data: batch k is a pure function of (seed, k); a row is a pair --------------------------
-    dataset = data.load(tokenizer)
+    dataset = data.load(tokenizer, labelled=loss.loss == probe.LABELLED)
     print0(*dataset.notes, *kernel.report(layout, data.seq_len, False), *describe_set(flags))
     print0(*references.describe(reference, ref))
     if reference:
@@ -98,7 +102,8 @@ def main(
         offload=training.offload,
     )  # fmt: skip
     pair = 2 * flops.decoder(layout.shape, data.seq_len)["causal"]
-    pair *= 4 / 3 if reference else 1  # the reference's forward pass
+    if reference:
+        pair += 2 * flops.decoder(reference.layout.shape, data.seq_len)["causal"] / 3  # forward
     copy = reference if reference and not reference.shares_weights else None
     _, log, metrics = fit(run, folder, step, dataset, tokenizer, example_flops=pair, frozen=copy)
 

@@ -104,25 +104,24 @@ class Decoder(nnx.Module):
         """
         objective = self.objective(Batch(tokens, targets, segment_ids))
         self.update_buffers(objective)
-        means = {name: metric.mean(axis=0) for name, metric in objective.metrics.items()}
+        means = self.layer_means(objective.metrics, objective.count)
+        return objective.total, objective.count, objective.aux | means
+
+    def layer_means(self, metrics, count) -> dict:
+        """Means over the layers of their metrics: name → (sum over positions, number of positions)."""
+        means = {name: metric.mean(axis=0) for name, metric in metrics.items()}
         load_E = means.pop("load", ())
         means |= {f"load_{e}": load for e, load in enumerate(load_E)}
-        aux = objective.aux | {name: (mean, objective.count) for name, mean in means.items()}
-        return objective.total, objective.count, aux
+        return {name: (mean, count) for name, mean in means.items()}
 
-    @fit_rules
     def log_probs(self, tokens, targets, segment_ids=None) -> jax.Array:
         """The log-probability of each target, float32 [B, T]; 0 for padding. Arguments as in `loss`.
 
         Layers in stages are not supported.
         """
-        from .log_probs import log_probs
+        from .log_probs import of_targets
 
-        batch = Batch(*(stripe(self.config, x) for x in (tokens, targets, segment_ids)))
-        tables = self.tables()
-        x_BTD, _ = self.run_training(tables, batch)
-        log_probs_BT = log_probs(self.final_norm(x_BTD), tables[-1], batch.targets, self.config)
-        return stripe(self.config, log_probs_BT, back=True)
+        return of_targets(self, tokens, targets, segment_ids)[0]
 
     def prefill(self, tokens_BT, lengths_B, slots: int):
         """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.

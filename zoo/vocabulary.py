@@ -35,7 +35,7 @@ class Objective(NamedTuple):
 SHARDS = ("batch", "seq")  # the logical axes of R
 
 
-def by_shard(x_BT: jax.Array, *axes: str) -> jax.Array:
+def by_shard(x_BT: jax.Array, *axes: str | None) -> jax.Array:
     """[B, T, ...] → [R, M, ...], without communication. `axes`: of the dims after T."""
     B, T, *rest = x_BT.shape
     batch = shards("batch")
@@ -46,7 +46,7 @@ def by_shard(x_BT: jax.Array, *axes: str) -> jax.Array:
     return reshape(x_BT, (batch * seq, B * T // (batch * seq), *rest), SHARDS, None, *axes)
 
 
-def from_shards(x_RM: jax.Array, shape: tuple[int, ...], *axes: str) -> jax.Array:
+def from_shards(x_RM: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
     """The inverse of `by_shard`; shape: (B, T)."""
     B, T = shape
     rest = x_RM.shape[2:]
@@ -135,7 +135,7 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, config, bias_RV=None):
     return sums_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
 
 
-def in_chunks(x_BT, config, *axes: str):
+def in_chunks(x_BT, config, *axes: str | None):
     """[B, T, ...] → [C, R, M, ...], M: positions of a shard in a chunk. axes: of the dims after T."""
     B, T = x_BT.shape[:2]
     R = shards(SHARDS)

@@ -6,6 +6,9 @@ D is the forward or reverse Kullback-Leibler divergence, or Jensen-Shannon's (Hi
 2024; Agarwal et al. 2024). Teacher and student compute under rules of their own. Their logits exist
 for one chunk of positions at a time, split over the vocabulary, as in the loss of any decoder.
 
+With --top_k, the teacher's distribution is that of its K likeliest tokens, whose logits may be stored:
+see teacher_logits.py.
+
 Shapes: B batch, T positions, D embed, V vocab, R shards of B and T, M positions of one shard, C chunks.
 """
 
@@ -18,8 +21,8 @@ import jax.numpy as jnp
 
 from recipes.common.runtime import UserError, flag
 from recipes.common.sharding import Layout, Tree
-from zoo.log_probs import outputs
-from zoo.sharding import constrain
+from zoo.log_probs import from_chunks, outputs
+from zoo.sharding import constrain, per_device
 from zoo.vocabulary import (
     SHARDS,
     Objective,
@@ -63,6 +66,24 @@ class Distillation:
         0.5, "Share of the divergence in the loss; 0: train without a teacher.", "optimizer",
         at_least=0.0, at_most=1.0,
     )  # fmt: skip
+    top_k: int = flag(
+        0, "Tokens of the teacher's distribution, its likeliest; 0: all.", "optimizer", at_least=0
+    )
+    teacher_logits: str = flag(
+        "", "Folder with the teacher's --top_k logits, which is written first if it doesn't exist; empty: "
+        "the teacher computes in the step.", "optimizer", may_change=True,
+    )  # fmt: skip
+
+    def __post_init__(self):
+        if self.teacher_logits and not self.top_k:
+            raise UserError(
+                f"--teacher_logits={self.teacher_logits} needs --top_k; add it, for example --top_k=16"
+            )
+        if self.top_k and self.divergence == REVERSE:
+            raise UserError(
+                f"--divergence=reverse is infinite with --top_k={self.top_k}, which gives other tokens a "
+                "probability of 0; use forward or js"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,27 +100,36 @@ class Distilling:
         tokens: jax.Array,
         targets: jax.Array,
         segment_ids: jax.Array | None = None,
-        frozen: Tree,
+        frozen: Tree | None = None,
+        teacher_logits: jax.Array | None = None,
+        teacher_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, Tree]:
         """
         Args:
           tokens, targets, segment_ids: [B, T], as in Decoder.loss.
-          frozen: the teacher's variables.
+          frozen: the teacher's variables; None if its logits are stored.
+          teacher_logits, teacher_ids: the stored logits and their tokens, [B, T, K].
         """
-        with self.teacher.trace():
-            teacher = self.teacher.model.merge(jax.lax.stop_gradient(frozen))
-            rows = (tokens, targets, segment_ids)  # which come sharded for the student
-            rows = [x if x is None else constrain(x, "batch", "seq") for x in rows]
-            theirs_BTD, *_ = outputs(teacher, *rows)
-        theirs_BTD = constrain(theirs_BTD, "batch", "seq", "act_embed")
-        their_table_RVD = teacher.tables()[-1]  # under the student's rules, like its own
+        config, their_table_RVD = model.config, None
+        if frozen is None:
+            assert teacher_logits is not None
+            assert teacher_ids is not None
+            stored = (constrain(x, "batch", "seq", None) for x in (teacher_logits, teacher_ids))
+            theirs = tuple(in_chunks(x, config, None) for x in stored)
+        else:
+            theirs_BTD, their_table_RVD = self.teacher_outputs(frozen, tokens, targets, segment_ids)
+            theirs = in_chunks(theirs_BTD, config, "act_embed")
         x_BTD, table_RVD, metrics = outputs(model, tokens, targets, segment_ids)
         targets = constrain(targets, "batch", "seq")
-        config, their_config = model.config, self.teacher.config
 
         def of_chunk(product_RMV, chunk, their_table_RVD):
-            targets_RM, theirs_RMD = chunk
-            their_logits_RMV = logits_of(table_product(theirs_RMD, their_table_RVD), their_config)
+            targets_RM, theirs = chunk
+            if their_table_RVD is not None:
+                their_logits_RMV = self.logits(theirs, their_table_RVD)
+                theirs = self.top(their_logits_RMV) if self.flags.top_k else None
+            if theirs is not None:
+                logits_RMK, ids_RMK = theirs
+                their_logits_RMV = _spread(logits_RMK, ids_RMK, product_RMV.shape[-1])
             apart_RM = divergence(
                 self.flags.divergence,
                 their_logits_RMV / self.flags.tau,
@@ -112,8 +142,8 @@ class Distilling:
             total_RM = (1 - alpha) * nats_RM + alpha * self.flags.tau**2 * apart_RM
             return total_RM, nats_RM, apart_RM
 
-        x_CRMD, theirs_CRMD = (in_chunks(x, config, "act_embed") for x in (x_BTD, theirs_BTD))
-        others = in_chunks(targets, config), theirs_CRMD
+        x_CRMD = in_chunks(x_BTD, config, "act_embed")
+        others = in_chunks(targets, config), theirs
         sums: Any = _sums(of_chunk, x_CRMD, table_RVD, others, their_table_RVD)
         total, nats, apart = (sums_R.sum() for sums_R in sums)
         count = (targets >= 0).sum().astype(jnp.float32)
@@ -121,6 +151,48 @@ class Distilling:
         total_and_costs = model.add_costs(total, metrics)
         model.update_buffers(Objective(total_and_costs, count, aux, metrics))
         return total_and_costs, count, aux
+
+    def teacher_outputs(self, frozen: Tree, *rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """The teacher's output, [B, T, D], and its table, under the student's rules."""
+        with self.teacher.trace():
+            teacher = self.teacher.model.merge(jax.lax.stop_gradient(frozen))
+            # Rows come sharded for the student.
+            rows = tuple(x if x is None else constrain(x, "batch", "seq") for x in rows)
+            x_BTD, *_ = outputs(teacher, *rows)
+        return constrain(x_BTD, "batch", "seq", "act_embed"), teacher.tables()[-1]
+
+    def logits(self, x_RMD: jax.Array, table_RVD: jax.Array) -> jax.Array:
+        """The teacher's logits of a chunk."""
+        return logits_of(table_product(x_RMD, table_RVD), self.teacher.config)
+
+    def top(self, logits_RMV: jax.Array) -> list[jax.Array]:
+        """The largest logits of each position and their tokens, [R, M, K]."""
+        axes = (SHARDS, None, None)
+        largest = lambda x: [*jax.lax.top_k(x, self.flags.top_k)]  # noqa: E731
+        return per_device(largest, [logits_RMV], [axes], [axes, axes])
+
+    def top_logits(self, frozen: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        """The teacher's `top` of a batch, [B, T, K], to be stored."""
+        rows = (batch["tokens"], batch["targets"], batch.get("segment_ids"))
+        x_BTD, table_RVD = self.teacher_outputs(frozen, *rows)
+        chunk = lambda _, x_RMD: (None, self.top(self.logits(x_RMD, table_RVD)))  # noqa: E731
+        x_CRMD = in_chunks(x_BTD, self.teacher.config, "act_embed")
+        _, (logits_CRMK, ids_CRMK) = jax.lax.scan(chunk, None, x_CRMD)
+        B, T = x_BTD.shape[:2]
+        return from_chunks(logits_CRMK, (B, T), None), from_chunks(ids_CRMK, (B, T), None)
+
+
+def _spread(logits_RMK: jax.Array, ids_RMK: jax.Array, words: int) -> jax.Array:
+    """Logits of all tokens, [R, M, V]: -inf for those that are not among K."""
+
+    def put(logits_RMV, one):
+        logits_RM, ids_RM = one
+        is_token = jnp.arange(words)[None, None] == ids_RM[..., None]
+        return jnp.where(is_token, logits_RM[..., None], logits_RMV), None
+
+    nothing = constrain(jnp.full((*ids_RMK.shape[:2], words), -jnp.inf), SHARDS, None, "vocab")
+    one_by_one = (jnp.moveaxis(x, -1, 0) for x in (logits_RMK, ids_RMK))
+    return jax.lax.scan(put, nothing, tuple(one_by_one))[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -198,7 +270,8 @@ def divergence(kind: str, teacher_RMV, student_RMV, vocab_size: int) -> jax.Arra
 
     def kl(log_p_RMV, log_q_RMV):
         p_RMV = jnp.where(is_token_V, jnp.exp(log_p_RMV), 0)
-        return (p_RMV * (log_p_RMV - log_q_RMV)).sum(axis=-1)
+        # Where p is 0, its logarithm may be -inf.
+        return jnp.where(p_RMV > 0, p_RMV * (log_p_RMV - log_q_RMV), 0).sum(axis=-1)
 
     teacher_RMV, student_RMV = log_softmax(teacher_RMV), log_softmax(student_RMV)
     if kind == FORWARD:
@@ -209,10 +282,14 @@ def divergence(kind: str, teacher_RMV, student_RMV, vocab_size: int) -> jax.Arra
     return (kl(teacher_RMV, mixture_RMV) + kl(student_RMV, mixture_RMV)) / 2
 
 
-def check_vocabularies(teacher: Any, student: Any, named: str) -> None:
-    """Raises UserError if two Configs have other numbers of tokens."""
+def check_vocabularies(teacher: Any, student: Any, flags: Distillation) -> None:
+    """Raises UserError if two Configs have other numbers of tokens, or fewer than --top_k."""
     if teacher.vocab_size != student.vocab_size:
         raise UserError(
-            f"--teacher={named} has {teacher.vocab_size} tokens, and the student {student.vocab_size}; use a "
-            "teacher and a student of one vocabulary"
+            f"--teacher={flags.teacher} has {teacher.vocab_size} tokens, and the student "
+            f"{student.vocab_size}; use a teacher and a student of one vocabulary"
+        )
+    if flags.top_k > teacher.vocab_size:
+        raise UserError(
+            f"--top_k={flags.top_k} is more than the {teacher.vocab_size} tokens of the vocabulary; use fewer"
         )

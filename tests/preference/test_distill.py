@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from recipes import distill
-from recipes.common import entries
+from recipes.common import entries, teacher_logits
 from recipes.common.distillation import Distillation, Distilling, divergence
 from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
@@ -84,17 +85,31 @@ def values(layout, seed: int):
 @functools.cache
 def figures(
     mesh: str = "1x1", strategy: str = "", rules: str = "", kind: str = "js", microbatches: int = 1,
-    student: str = "transformer", teacher: str = "moe",
+    student: str = "transformer", teacher: str = "moe", top_k: int = 0, stored: str = "",
 ):  # fmt: skip
-    """(metrics, gradients) of a random student with another random model as its teacher."""
-    flags = Distillation(divergence=kind, tau=2.0, alpha=0.3)
+    """(metrics, gradients) of a random student with another random model as its teacher.
+
+    Args:
+      stored: the rules under which the teacher's logits are computed beforehand.
+    """
+    flags = Distillation(divergence=kind, tau=2.0, alpha=0.3, top_k=top_k)
     layout = layout_of(student, mesh, strategy)
     its = layout_of(teacher, mesh, rules or strategy)
     layout = dataclasses.replace(
         layout, batch_size=8, model=layout.model._replace(loss=Distilling(flags, its))
     )
-    state = values(layout, 0) | {"frozen": values(its, 1)}
-    placed = jax.device_put(BATCH, layout.batch_shardings(BATCH))
+    state, batch = values(layout, 0), BATCH
+    if stored:
+        owner = layout_of("transformer", mesh, stored)
+        arguments = values(its, 1), jax.device_put(BATCH, owner.batch_shardings(BATCH))
+        top = Distilling(flags, its).top_logits
+        logits, ids = owner.compile(top, *arguments, compiler_options=QUICK)(*arguments)
+        assert logits.shape == (8, 16, top_k)
+        stored_logits = {"teacher_logits": np.asarray(logits), "teacher_ids": np.asarray(ids)}
+        batch = BATCH | stored_logits
+    else:
+        state = state | {"frozen": values(its, 1)}
+    placed = jax.device_put(batch, layout.batch_shardings(batch))
 
     def both(state, batch):
         grads, _, means = gradients(layout, state, batch, microbatches)
@@ -139,6 +154,56 @@ def test_the_loss_is_the_definition_on_logits(kind):
         assert error < TOLERANCE, path
 
 
+def test_top_k_is_the_definition_on_logits():
+    """The teacher's distribution, of its five likeliest tokens alone, in float64."""
+    means, _ = figures(kind="forward", top_k=5)
+    layouts = layout_of("transformer", "1x1", ""), layout_of("moe", "1x1", "")
+
+    def both(variables, teacher):
+        student = layouts[0].model.merge(variables)(BATCH["tokens"], BATCH["segment_ids"])
+        with layouts[1].trace():
+            logits = layouts[1].model.merge(teacher)(BATCH["tokens"], BATCH["segment_ids"])
+        return student, logits
+
+    arguments = values(layouts[0], 0), values(layouts[1], 1)
+    program = layouts[0].compile(both, *arguments, compiler_options=QUICK)
+    student, teacher = (np.asarray(x, np.float64) / 2 for x in program(*arguments))
+    log_q = student - np.log(np.exp(student).sum(axis=-1, keepdims=True))
+    best = np.argsort(-teacher, axis=-1)[..., :5]
+    p = np.exp(np.take_along_axis(teacher, best, -1))
+    p /= p.sum(axis=-1, keepdims=True)
+    apart = (p * (np.log(p) - np.take_along_axis(log_q, best, -1))).sum(axis=-1)
+    counts = BATCH["targets"] >= 0
+    np.testing.assert_allclose(means["divergence"], apart[counts].mean(), rtol=1e-5)
+
+
+STORED = {
+    "js": {"kind": "js", "stored": "dp"},
+    "fsdp_tp, live, teacher fsdp": {"mesh": "4x2", "strategy": "fsdp_tp", "rules": "fsdp"},
+    "fsdp_tp, stored by tp": {"mesh": "4x2", "strategy": "fsdp_tp", "stored": "tp"},
+    "fsdp_cp_tp, stored": {
+        "mesh": "data=2,seq=2,model=2", "strategy": "fsdp_cp_tp", "stored": "fsdp_cp_tp",
+        "teacher": "transformer",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", full_except(STORED, ["js"]))
+def test_stored_logits_give_the_losses_of_a_live_teacher(name):
+    case = {"kind": "forward", "top_k": 5} | STORED[name]
+    live = {key: case[key] for key in ("kind", "top_k", "teacher") if key in case}
+    assert_equal(figures(**case), figures(**live))
+
+
+def assert_equal(found, expected):
+    assert found[0].keys() == expected[0].keys()
+    for metric, mean in expected[0].items():
+        np.testing.assert_allclose(found[0][metric], mean, rtol=TOLERANCE, err_msg=metric)
+    for path, gradient in expected[1].items():
+        error = np.linalg.norm(found[1][path] - gradient) / np.linalg.norm(gradient)
+        assert error < TOLERANCE, (path, error)
+
+
 CASES = {
     "microbatches": {"microbatches": 2},
     "fsdp_tp, teacher fsdp": {"mesh": "4x2", "strategy": "fsdp_tp", "rules": "fsdp"},
@@ -156,13 +221,7 @@ CASES = {
 @pytest.mark.parametrize("name", full_except(CASES, []))
 def test_every_mesh_and_every_pair_of_rules_give_the_same(name):
     case = CASES[name]
-    means, grads = figures(**case)
-    expected = figures(teacher=case.get("teacher", "moe"))
-    for metric, mean in expected[0].items():
-        np.testing.assert_allclose(means[metric], mean, rtol=TOLERANCE, err_msg=metric)
-    for path, gradient in expected[1].items():
-        error = np.linalg.norm(grads[path] - gradient) / np.linalg.norm(gradient)
-        assert error < TOLERANCE, (path, error)
+    assert_equal(figures(**case), figures(teacher=case.get("teacher", "moe")))
 
 
 @pytest.mark.full
@@ -233,6 +292,76 @@ def test_a_run_reports_both_models_and_resumes_bit_equal(run, tmp_path, quick):
     assert not [path for path in state_of(whole, 4) if path.startswith("frozen")]
 
 
+@pytest.mark.full
+def test_a_run_from_stored_logits_equals_a_live_one(run, tmp_path, quick):
+    logits = f"--teacher_logits={tmp_path / 'logits'}"
+    live, stored, again = (tmp_path / name for name in ("live", "stored", "again"))
+    run("--top_k=4", f"--workdir={live}")
+    out = run("--top_k=4", logits, f"--workdir={stored}")
+    assert "Teacher: writes its top 4 logits of " in out
+    assert "frozen model" not in out
+    np.testing.assert_allclose(
+        records(stored, "loss", "divergence"), records(live, "loss", "divergence"), rtol=1e-5
+    )
+    begun = (tmp_path / "logits" / teacher_logits.ABOUT).stat().st_mtime_ns
+    assert "Teacher: its top 4 logits are read from" in run(
+        "--top_k=4", logits, f"--workdir={again}"
+    )
+    assert_bit_equal(state_of(again, 4), state_of(stored, 4))
+    assert (tmp_path / "logits" / teacher_logits.ABOUT).stat().st_mtime_ns == begun
+    with pytest.raises(UserError, match="logits is of another --top_k; use a new folder"):
+        run("--top_k=3", logits, f"--workdir={tmp_path / 'other'}")
+    with pytest.raises(UserError, match="logits is of other data; use a new folder"):
+        run("--top_k=4", "--seq_len=16", logits, f"--workdir={tmp_path / 'other'}")
+    with pytest.raises(UserError, match="logits is of another teacher; use a new folder"):
+        run("--top_k=4", "--teacher_dtype=bfloat16", logits, f"--workdir={tmp_path / 'other'}")
+    assert not (tmp_path / "other").exists()
+
+
+def test_stored_logits_of_another_teacher_are_refused(tmp_path):
+    about = {"teacher": ["a"], "tokenizer": "b", "data": {"fingerprint": "c"}, "top_k": 2}
+    (tmp_path / teacher_logits.ABOUT).write_text(json.dumps(about))
+    teacher_logits.check(tmp_path, "logits", about)
+    for key, other in teacher_logits.OTHER.items():
+        with pytest.raises(UserError) as error:
+            teacher_logits.check(tmp_path, "logits", about | {key: "another"})
+        assert str(error.value) == f"--teacher_logits=logits is of {other}; use a new folder"
+    (tmp_path / teacher_logits.ABOUT).unlink()
+    with pytest.raises(UserError, match="has no teacher's logits; use a new folder"):
+        teacher_logits.check(tmp_path, "logits", about)
+
+
+def test_half_of_the_logits_are_no_folder(tmp_path):
+    """Neither if a batch fails; and a whole folder has each row once, without padding."""
+    arrays = np.arange(2 * 3 * 2.0).reshape(2, 3, 2), np.arange(12).reshape(2, 3, 2)
+    parts, path = {"train": range(3), "held_out": range(1)}, tmp_path / "logits"
+
+    def batches(fails: bool):
+        yield "train", 0, arrays
+        assert not path.exists()
+        if fails:
+            raise KeyboardInterrupt
+        yield "train", 2, arrays
+        yield "held_out", 0, arrays
+
+    with pytest.raises(KeyboardInterrupt):
+        teacher_logits._write(path, {}, parts, (3, 2), batches(fails=True))
+    assert not [*tmp_path.iterdir()]
+    teacher_logits._write(path, {}, parts, (3, 2), batches(fails=False))
+    assert {x.name for x in tmp_path.iterdir()} == {"logits"}
+    kept = np.load(path / "train.logits.npy")
+    np.testing.assert_array_equal(kept, np.concatenate([arrays[0], arrays[0][:1]]))
+    np.testing.assert_array_equal(np.load(path / "held_out.ids.npy"), arrays[1][:1])
+
+
+def test_a_plan_counts_both_models(run, tmp_path):
+    out = run("--plan", f"--workdir={tmp_path / 'w'}")
+    (copy,) = re.findall(r"Teacher: a frozen copy of model, rules fsdp, ([\d.]+ kB)", out)
+    assert f", frozen model {copy}; this fits in" in out
+    assert "frozen model" not in run("--plan", "--alpha=0", f"--workdir={tmp_path / 'w'}")
+    assert not (tmp_path / "w").exists()
+
+
 MISTAKES = {
     "--teacher=mlp.digits": "is a 'mlp' model, which teaches no text",
     "--teacher=nothing": "--teacher=nothing does not exist",
@@ -243,6 +372,9 @@ MISTAKES = {
     "--teacher_rules=no": "--teacher_rules=no is not a strategy of this entry",
     "--restore_from=transformer.stdlib_3m": "tokens",
     "--set=vocab_size=640": "has 512 tokens, and the student 640; use a teacher and a student",
+    "--top_k=9999": "--top_k=9999 is more than the 512 tokens of the vocabulary",
+    "--top_k=2 --divergence=reverse": "--divergence=reverse is infinite with --top_k=2",
+    "--teacher_logits=there": "--teacher_logits=there needs --top_k; add it, for example",
     "--mesh=data=4,pipe=2": "distillation needs all layers on every device",
 }
 
@@ -250,7 +382,7 @@ MISTAKES = {
 @pytest.mark.parametrize("flags", MISTAKES)
 def test_mistakes_are_one_line(flags, run, tmp_path):
     with pytest.raises((UserError, ValueError)) as error:
-        run(flags, f"--workdir={tmp_path / 'w'}")
+        run(*flags.split(), f"--workdir={tmp_path / 'w'}")
     assert MISTAKES[flags] in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "w").exists()

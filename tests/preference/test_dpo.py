@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recipes import dpo, publish
-from recipes.common import entries
+from recipes.common import checkpoint, entries
 from recipes.common.preference.losses import Loss
 from recipes.common.preference.objective import Objective
 from recipes.common.report import report
@@ -19,14 +19,18 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import parse
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.host_memory import on_host
 from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train import offload
 from recipes.common.train.step import TrainStep, gradients
+from recipes.instruments.plan import answer
 from tests.conftest import full_except
 from tests.support.entries import LR, OPTIMIZER
 from tests.support.models import random_values
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of, talker
+from zoo.moe import MoE
 from zoo.transformer import Transformer
 
 pytestmark = pytest.mark.promise("preferences")
@@ -52,6 +56,7 @@ def batch_of_pairs() -> dict[str, np.ndarray]:
 
 
 BATCH = batch_of_pairs()
+KTO, LABELS = Loss("kto", 0.5), np.array([1, 0, 0, 1, 1, 0, 1, 0], np.float32)
 
 
 def config_of(entry: str, **changes):
@@ -71,18 +76,25 @@ def values(layout, seed: int):
 @functools.cache
 def figures(
     mesh: str = "1x1", strategy: str = "", reference: str = "copy", rules: str = "",
-    lora: int = 0, microbatches: int = 1, entry: str = "transformer",
+    lora: int = 0, microbatches: int = 1, entry: str = "transformer", loss: Loss = LOSS,
 ):  # fmt: skip
-    """(metrics, gradients) of a policy with random weights, and another random model as reference."""
+    """(metrics, gradients) of a policy with random weights, and another random model as reference.
+
+    With kto, they change places, or else z would be 0.
+    """
+    policy_seed, reference_seed = (1, 0) if loss is KTO else (0, 1)
     model = entries.model(entry)
     layout = layout_on(mesh, strategy, config_of(entry, lora_rank=lora), model)
     its = layout_on(mesh, rules or strategy, config_of(entry), model, rows=0)
-    layout = dataclasses.replace(layout, model=layout.model._replace(loss=Objective(LOSS, its)))
-    state, batch = values(layout, 0), BATCH
-    frozen = values(its, 1 if not lora else 0)
+    layout = dataclasses.replace(layout, model=layout.model._replace(loss=Objective(loss, its)))
+    state, batch = values(layout, policy_seed), BATCH | ({"label": LABELS} if loss is KTO else {})
+    frozen = values(its, reference_seed if not lora else 0)
     if lora:  # the adapter's base is the reference's weights, so both references are the same
         state = state | {"base": frozen["params"]}
-    if reference == "copy":
+    if reference == "host":
+        there = jax.tree.map(lambda x: on_host(x.sharding), frozen)
+        frozen = jax.device_put(frozen, there)
+    if reference in ("copy", "host"):
         state = state | {"frozen": frozen}
     elif reference == "stored":
         pair_B2 = its.compile(
@@ -117,8 +129,8 @@ def assert_equal(found, expected):
         assert error < TOLERANCE, (path, error)
 
 
-def test_the_objective_is_the_definition_on_logits():
-    means, _ = figures()
+def log_ratios() -> list[np.ndarray]:
+    """Policy's less reference's log-probabilities of both answers' tokens, from all logits in float64."""
     layout = layout_on("1x1", "", config_of("transformer"))
     forward = layout.compile(
         lambda variables, tokens_BT: layout.model.merge(variables)(tokens_BT),
@@ -132,23 +144,42 @@ def test_the_objective_is_the_definition_on_logits():
         picked_BT = np.take_along_axis(logits_BTV, np.maximum(targets_BT, 0)[..., None], 2)[..., 0]
         return np.where(targets_BT < 0, 0, picked_BT - log_sum_BT)
 
-    policy, reference = ([log_probs(seed, p) for p in ("", "rejected_")] for seed in (0, 1))
-    reward = [LOSS.beta * (a - b).sum(axis=1)[:-1] for a, b in zip(policy, reference, strict=True)]
-    margin = reward[0] - reward[1]
-    ratios = np.concatenate([(a - b) for a, b in zip(policy, reference, strict=True)])
+    return [log_probs(0, prefix) - log_probs(1, prefix) for prefix in ("", "rejected_")]
+
+
+def test_the_objective_is_the_definition_on_logits():
+    of_tokens = log_ratios()
+    chosen, rejected = (LOSS.beta * ratios.sum(axis=1)[:-1] for ratios in of_tokens)
+    margin, ratios = chosen - rejected, np.concatenate(of_tokens)
     count = sum((BATCH[f"{p}targets"] >= 0).sum() for p in ("", "rejected_"))
+    kl = (np.exp(ratios) - 1 - ratios).sum() / count
+    z = max(0, -rejected.mean())
+    assert z > 0
+    distance = np.where(LABELS[:-1] > 0, 1, -1) * (-chosen - z)
     expected = {
-        "loss": np.log1p(np.exp(-margin)).mean(), "margin": margin.mean(),
-        "accuracy": (margin > 0).mean(), "reward_chosen": reward[0].mean(),
-        "reward_rejected": reward[1].mean(), "kl": (np.exp(ratios) - 1 - ratios).sum() / count,
+        LOSS: {
+            "loss": np.log1p(np.exp(-margin)).mean(), "margin": margin.mean(),
+            "accuracy": (margin > 0).mean(), "reward_chosen": chosen.mean(),
+            "reward_rejected": rejected.mean(), "kl": kl,
+        },
+        KTO: {
+            "loss": (1 - 1 / (1 + np.exp(-distance))).mean(), "margin": distance.mean(),
+            "accuracy": (distance > 0).mean(), "kl": (np.exp(-ratios) - 1 + ratios).sum() / count,
+        },
     }  # fmt: skip
-    assert means.keys() == expected.keys()
-    for name, mean in expected.items():
-        np.testing.assert_allclose(means[name], mean, rtol=1e-5, atol=1e-6, err_msg=name)
+    for loss, means in expected.items():
+        found, _ = figures(loss=loss)
+        assert found.keys() == means.keys()
+        for name, mean in means.items():
+            np.testing.assert_allclose(found[name], mean, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 CASES = {
     "stored": {"reference": "stored"},
+    "in the host's memory": {"reference": "host"},
+    "fsdp_tp, reference dp in the host's memory": {
+        "mesh": "4x2", "strategy": "fsdp_tp", "rules": "dp", "reference": "host",
+    },
     "microbatches": {"microbatches": 2},
     "fsdp_tp": {"mesh": "4x2", "strategy": "fsdp_tp"},
     "fsdp_tp, reference dp": {"mesh": "4x2", "strategy": "fsdp_tp", "rules": "dp"},
@@ -165,13 +196,16 @@ CASES = {
     "fsdp_cp_tp, reference tp": {
         "mesh": "data=2,seq=2,model=2", "strategy": "fsdp_cp_tp", "rules": "fsdp_tp",
     },
+    "kto, fsdp_tp, reference fsdp": {
+        "mesh": "4x2", "strategy": "fsdp_tp", "rules": "fsdp", "loss": KTO,
+    },
 }  # fmt: skip
 FAST = ["fsdp_tp, reference fsdp"]
 
 
 @pytest.mark.parametrize("name", full_except(CASES, FAST))
 def test_every_mesh_and_reference_give_the_same(name):
-    assert_equal(figures(**CASES[name]), figures())
+    assert_equal(figures(**CASES[name]), figures(loss=CASES[name].get("loss", LOSS)))
 
 
 @pytest.mark.full
@@ -192,6 +226,44 @@ OTHERS = {
 def test_every_decoder_can_be_tuned(entry):
     mesh, _ = OTHERS[entry]
     assert_equal(figures(mesh, entry=entry), figures(entry=entry))
+
+
+def test_experts_are_balanced_as_in_training():
+    """The objective has the model's own costs, per pair, and its biases move as after Decoder.loss."""
+    rows = {
+        name: np.stack([BATCH[name], BATCH[f"rejected_{name}"]], axis=1).reshape(-1, LENGTH)
+        for name in ("tokens", "targets")
+    }
+    weights = {"balance_weight": 0.5, "router_z_weight": 0.25, "balance_rate": 0.125}
+
+    def after(objective, config, **batch):
+        layout = layout_on("1x1", "", config, MoE)
+
+        def run(variables, batch):
+            model = layout.model.merge(variables)
+            result = objective(model, **batch)
+            return result, layout.model.buffers(model)
+
+        variables = values(layout, 0)
+        program = layout.compile(run, variables, batch, compiler_options=QUICK)
+        return program(variables, batch)
+
+    config = config_of("moe", balance_rate=0.125)
+    simpo = Objective(Loss("simpo"))
+    plain = dataclasses.replace(config, balance_weight=0.0, router_z_weight=0.0)
+    (total, pairs, aux), moved = after(simpo, dataclasses.replace(config, **weights), **BATCH)
+    (without, _, _), _ = after(simpo, plain, **BATCH)
+    (_, _, expected), moved_in_training = after(MoE.loss, plain, **rows)
+    means = {name: float(a / b) for name, (a, b) in expected.items()}
+    cost = 0.5 * means["balance"] + 0.25 * means["router_z"]
+    np.testing.assert_allclose((total - without) / pairs, cost, rtol=1e-4)
+    for name in expected.keys() - {"loss"}:
+        np.testing.assert_allclose(
+            aux[name][0] / aux[name][1], means[name], rtol=1e-5, err_msg=name
+        )
+    for path, x in paths(moved).items():
+        assert np.abs(x).max() > 0
+        np.testing.assert_array_equal(x, paths(moved_in_training)[path])
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -243,6 +315,8 @@ def test_a_run_learns_and_resumes_bit_equal(tune, tmp_path, quick):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     out = tune("--mesh=4x2", f"--workdir={whole}")
     assert "Reference: a frozen copy of model, rules fsdp_tp, " in out
+    (copy,) = re.findall(r"rules fsdp_tp, ([\d.]+ kB) per device\.", out)
+    assert re.search(rf"gradients .*, optimizer state .*, frozen model {copy}\.", out)
     assert "Training data: 23 pairs, " in out
     ((loss,), *_) = records(whole, "loss")
     assert loss == pytest.approx(np.log(2), rel=1e-6), "the policy is the reference at first"
@@ -272,10 +346,31 @@ def test_stored_numbers_train_the_same_model(tune, tmp_path, quick):
     assert_bit_equal(state_of(stored, 4), state_of(again, 4))
     for name, value in held_out(stored).items():
         assert value == pytest.approx(held_out(copy)[name], rel=1e-4, abs=1e-5), name
+    host = tmp_path / "host"
+    out = tune("--mesh=4x2", "--reference=host", f"--workdir={host}")
+    assert re.search(r"frozen model [\d.]+ kB \(in the host's memory\)\.", out)
+    assert_bit_equal(state_of(host, 4), state_of(copy, 4))
     expected = state_of(copy, 4)
     for path, x in state_of(stored, 4).items():
         if path.startswith("params"):
             np.testing.assert_allclose(x, expected[path], atol=1e-5, err_msg=path)
+
+
+def test_labelled_answers_train(tune, start, tmp_path, quick):
+    """As many good and bad ones as there are pairs; good answers get likelier."""
+    rows = [json.loads(line) for line in (start / "pairs.jsonl").read_text().splitlines()]
+    labelled = [
+        {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+        for row in rows for name in ("chosen", "rejected")
+    ]  # fmt: skip
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    flags = ("--mesh=1", "--loss=kto", f"--dataset={file}", f"--workdir={tmp_path / 'w'}")
+    assert "Training data: 46 pairs, " in tune(*flags)
+    assert held_out(tmp_path / "w")["held_out_margin"] > 0.1
+    source = checkpoint.find(str(tmp_path / "w"))
+    kept = checkpoint.probe.batch(source.metadata, checkpoint.tokenizer_for("", source))
+    assert {*kept} == {"tokens", "targets"}, "it can be published"
 
 
 @pytest.mark.full
@@ -294,6 +389,29 @@ def test_the_reference_of_an_adapter_takes_no_memory_for_weights():
 
 
 @pytest.mark.full
+def test_no_logits_of_all_positions_exist():
+    """Neither the policy's nor the reference's, by the compiler's memory."""
+    temporary = {}
+    for words in (4096, 8192):
+        config = config_of("transformer", vocab_size=words)
+        layout = make_layout(
+            Transformer, config, make_mesh("4x2"), "fsdp_tp", batch_size=4, seq_len=512
+        )
+        its = layout_on("4x2", "fsdp", config)
+        layout = dataclasses.replace(layout, model=layout.model._replace(loss=Objective(LOSS, its)))
+        example = {name: np.zeros(512, np.int32) for name in BATCH}
+        state = layout.variables() | {"frozen": its.variables()}
+        program = layout.compile(
+            lambda state, batch, layout=layout: gradients(layout, state, batch),
+            state, layout.abstract_batch(example), compiler_options=QUICK,
+        )  # fmt: skip
+        temporary[words] = report.memory(program).temp_size_in_bytes
+    more = temporary[8192] - temporary[4096]
+    answers, positions, words = 2, 512, 4096  # of a device; more words
+    assert more < 0.5 * answers * positions * words / 2 * 4
+
+
+@pytest.mark.full
 def test_a_tuned_model_is_published_with_its_own_command(tune, tmp_path, quick):
     tune("--mesh=1", "--steps=1", f"--workdir={tmp_path / 'w'}")
     source, target = tmp_path / "w", tmp_path / "published"
@@ -306,12 +424,59 @@ def test_a_tuned_model_is_published_with_its_own_command(tune, tmp_path, quick):
     assert {*kept["batch"]} == {"tokens", "targets"}
 
 
-def test_a_plan_counts_both_models(tune, tmp_path):
-    out = tune("--mesh=4x2", "--plan", f"--workdir={tmp_path / 'w'}", "--reference_dtype=bfloat16")
-    assert re.search(
-        r"Reference: a frozen copy of model, rules fsdp_tp, [\d.]+ kB per device\.", out
+@pytest.fixture
+def planned(tune, monkeypatch, tmp_path):
+    """Returns what --plan has estimated."""
+    estimates, frozen = [], answer.with_second
+    own = answer.estimate
+
+    def keep(function):
+        return lambda *arguments: estimates.append(function(*arguments)) or estimates[-1]
+
+    monkeypatch.setattr(answer, "estimate", keep(own))
+    monkeypatch.setattr(answer, "with_second", keep(frozen))
+
+    def run(*flags: str):
+        out = tune("--mesh=4x2", "--plan", f"--workdir={tmp_path / 'w'}", *flags)
+        assert not (tmp_path / "w").exists()
+        return out, estimates[-1]
+
+    return run
+
+
+def test_a_reference_needs_a_host_with_memory(tune, monkeypatch, tmp_path):
+    monkeypatch.setattr(offload, "has_host_memory", lambda _: False)
+    message = (
+        "--reference=host needs devices with the memory kind 'pinned_host'.*; use --reference=copy"
     )
-    assert not (tmp_path / "w").exists()
+    with pytest.raises(UserError, match=message):
+        tune("--mesh=1", "--reference=host", f"--workdir={tmp_path / 'w'}")
+
+
+def test_a_plan_counts_both_models(planned):
+    """By value: a whole copy of the weights on each device, under rules of its own, and its FLOPs."""
+    _, alone = planned("--loss=simpo")
+    assert "frozen model" not in alone.memory
+    out, both = planned("--reference_rules=dp")
+    parameters = sum(x.size for x in jax.tree.leaves(alone.layout.model.shapes["params"]))
+    assert both.memory["frozen model"] == 4 * parameters
+    assert f"frozen model {report.size(4 * parameters)}; this fits in" in out
+    assert both.peak - alone.peak >= 4 * parameters
+    assert both.memory["parameters"] == alone.memory["parameters"] < 4 * parameters
+    assert both.useful == pytest.approx(4 / 3 * alone.useful)
+    out, _ = planned("--reference_rules=dp", "--reference_dtype=bfloat16")
+    assert "Reference: a frozen copy of model, rules dp, " in out
+    _, halves = planned("--reference_rules=fsdp")
+    assert halves.memory["frozen model"] == pytest.approx(parameters, rel=0.05), "split in four"
+    out, host = planned("--reference_rules=dp", "--reference=host")
+    assert "frozen copy of model in the host's memory, rules dp, " in out
+    assert host.host == {"frozen model": 4 * parameters}
+    assert "frozen model" not in host.memory
+    _, stored = planned("--reference=stored")
+    assert stored.memory == alone.memory, "the step has no reference"
+    _, adapter = planned("--lora_rank=2")
+    assert "frozen model" not in adapter.memory, "it shares the weights"
+    assert adapter.useful > 1.4 * planned("--lora_rank=2", "--loss=simpo")[1].useful
 
 
 MISTAKES = {
@@ -320,6 +485,7 @@ MISTAKES = {
     "--loss=ipo --label_smoothing=0.1": "--label_smoothing=0.1 is for dpo and simpo, not --loss=ipo",
     "--loss=orpo --length_normalized=false": "--length_normalized=false gives --loss=orpo odds of",
     "--restore_from=mlp.digits": "--restore_from=mlp.digits is a 'mlp' model, which writes no answers",
+    "--bad_weight=2": "--good_weight and --bad_weight are for kto, not --loss=dpo",
     "--reference_rules=no": "--reference_rules=no is not a strategy of this entry",
     "--mesh=data=4,pipe=2": "preference tuning needs all layers on every device",
     "--dataset=missing.jsonl": "--dataset=missing.jsonl does not exist",

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from recipes.common.preference.losses import Loss
+from recipes.common.preference.objective import Objective
 from recipes.common.report import report
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
@@ -15,6 +17,8 @@ from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
 from tests.support.models import packed_batch, random_variables
 from tests.support.quick import QUICK
+from zoo.bert import Bert
+from zoo.bert import Config as BertConfig
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("preferences")
@@ -90,6 +94,45 @@ def test_one_device_has_the_log_softmax_of_float64():
         np.testing.assert_allclose(gradients[path], gradient, atol=2e-6 * scale, err_msg=path)
 
 
+def test_a_bias_of_logits_counts():
+    """Bert's: log-probabilities and the bias's gradient are those of all logits."""
+    rows = {name: rows[:2] for name, rows in ROWS.items()}
+    layout = make_layout(
+        Bert, dataclasses.replace(BertConfig.tiny(), loss_chunk=8), make_mesh("1x1")
+    )
+    weights_B1 = WEIGHTS_B[:2, None]
+
+    def chunked(variables):
+        return layout.model.merge(variables).log_probs(**rows)
+
+    def from_all_logits(variables):
+        logits_BTV = layout.model.merge(variables)(rows["tokens"], rows["segment_ids"])
+        picked = jnp.arange(logits_BTV.shape[-1]) == rows["targets"][..., None]
+        return jnp.where(picked, jax.nn.log_softmax(logits_BTV), 0).sum(axis=-1)
+
+    def both(variables):
+        results = []
+        for function in (chunked, from_all_logits):
+
+            def weighted(variables, function=function):
+                each_BT = function(variables)
+                return (each_BT * weights_B1).sum(), each_BT
+
+            grads, each_BT = jax.grad(weighted, has_aux=True)(variables)
+            results.append((each_BT, grads))
+        return results
+
+    variables = random_variables(layout)
+    assert jnp.abs(variables["params"]["unembed_bias"]).max() > 0.1
+    program = layout.compile(both, variables, compiler_options=QUICK)
+    (found_BT, grads), (expected_BT, expected) = program(variables)
+    np.testing.assert_allclose(found_BT, expected_BT, atol=2e-5)
+    expected = paths(expected)
+    for path, gradient in paths(grads).items():
+        scale = np.abs(expected[path]).max()
+        np.testing.assert_allclose(gradient, expected[path], atol=2e-5 * scale, err_msg=path)
+
+
 @pytest.mark.parametrize(("mesh", "strategy"), full_except(MESHES[1:], []))
 def test_meshes_agree(mesh, strategy):
     found_BT, gradients = log_probs_and_gradients(mesh, strategy)
@@ -122,17 +165,21 @@ def test_bfloat16_adds_up_in_float32():
     """A long answer's log-probability is a sum of thousands of terms."""
     rows = {"tokens": np.zeros((2, 2048), np.int32), "targets": np.zeros((2, 2048), np.int32)}
     rows["tokens"][:] = rows["targets"][:] = np.random.default_rng(0).integers(0, 257, (2, 2048))
-    found = {}
+    found, summed = {}, {}
+    simpo = Objective(Loss("simpo", length_normalized="false"))
     for dtype in ("float32", "bfloat16"):
         config = dataclasses.replace(Config.tiny(), dtype=dtype)
         layout = make_layout(Transformer, config, make_mesh("1x1"))
         program = layout.compile(
-            lambda v, b, layout=layout: layout.model.merge(v).log_probs(**b),
+            lambda v, b, layout=layout: simpo.answers(layout.model.merge(v), *b.values()),
             layout.variables(), rows, compiler_options=QUICK,
         )  # fmt: skip
-        found[dtype] = program(random_variables(layout), rows)
+        answers = program(random_variables(layout), rows)
+        found[dtype], summed[dtype] = answers.each_RT, np.concatenate(answers.pair)
         assert found[dtype].dtype == jnp.float32
     exact, rounded = (np.asarray(x, np.float64).sum(axis=1) for x in found.values())
     assert np.abs(exact).min() > 8_000, "in bfloat16, numbers there are 64 apart"
     assert np.abs(rounded / exact - 1).max() < 1e-3
-    np.testing.assert_allclose(found["bfloat16"].sum(axis=1), rounded, rtol=1e-6)
+    for dtype, sums in {"float32": exact, "bfloat16": rounded}.items():
+        assert summed[dtype].dtype == np.float32
+        np.testing.assert_allclose(summed[dtype], sums, rtol=1e-6, err_msg="the objective's sum")

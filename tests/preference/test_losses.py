@@ -1,6 +1,7 @@
 """Losses of preference pairs against their papers' definitions in float64, and TRL's numbers."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from recipes.common.preference.losses import Loss, Pair
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.promise("preferences")
 
@@ -47,6 +49,10 @@ def orpo(policy, beta):
     return -np.log(p_w) - beta * np.log(sigmoid(np.log(ratio)))
 
 
+def pair_of(numbers) -> Pair | None:
+    return None if numbers is None else Pair(*jnp.asarray(numbers, jnp.float32))
+
+
 CASES = {
     "dpo": (Loss("dpo", 0.1), lambda p, r: dpo(p, r, 0.1, 0.0)),
     "dpo smoothed": (Loss("dpo", 0.3, 0.2), lambda p, r: dpo(p, r, 0.3, 0.2)),
@@ -68,8 +74,7 @@ def arguments(name: str):
 def test_a_loss_and_its_gradient_are_the_papers(name):
     loss, definition = CASES[name]
     policy, reference = arguments(name)
-    pair = lambda x: None if x is None else Pair(*jnp.asarray(x, jnp.float32))  # noqa: E731
-    found, pull = jax.vjp(functools.partial(loss, reference=pair(reference)), pair(policy))
+    found, pull = jax.vjp(functools.partial(loss, reference=pair_of(reference)), pair_of(policy))
     expected = definition(policy, reference)
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-6)
     (gradients,) = pull(jnp.ones_like(found))
@@ -81,23 +86,56 @@ def test_a_loss_and_its_gradient_are_the_papers(name):
         np.testing.assert_allclose(gradient, difference / (2 * step), rtol=2e-5, atol=1e-6)
 
 
-# What the formulas of TRL 1.16 give in float64 on the arguments above (dpo_trainer's "sigmoid" and "ipo",
-# cpo_trainer's "simpo", orpo_trainer): the mean loss, and the mean reward of the chosen answers.
-TRL = {
-    "dpo": (0.5104690156018902, 0.4),
-    "ipo": (218.375, 0.8),
-    "simpo": (0.8988913839328065, -3.346),
-    "orpo": (1.8025951655821824, -0.41825),
-}
+# What TRL's trainers compute: see tests/by_hand/trl_losses.py.
+SETTINGS = ("loss", "beta", "label_smoothing", "target_margin", "good_weight", "bad_weight")
+TRL = json.loads((ROOT / "tests/golden/trl_losses.json").read_text())["cases"]
 
 
 @pytest.mark.parametrize("name", TRL)
-def test_losses_and_rewards_are_those_of_trl(name):
-    loss, _ = CASES[name]
-    pairs = [None if x is None else Pair(*jnp.asarray(x, jnp.float32)) for x in arguments(name)]
-    mean_loss, mean_reward = TRL[name]
-    np.testing.assert_allclose(loss(*pairs).mean(), mean_loss, rtol=2e-6)
-    np.testing.assert_allclose(loss.rewards(*pairs).chosen.mean(), mean_reward, rtol=2e-6)
+def test_losses_gradients_and_rewards_are_those_of_trl(name):
+    case = TRL[name]
+    loss = Loss(**{name: case[name] for name in SETTINGS})
+    policy, reference = (pair_of(case[x]) for x in ("policy", "reference"))
+    is_good_B = None if case["labels"] is None else jnp.array(case["labels"])
+    found, gradients = jax.value_and_grad(lambda p: loss(p, reference, is_good_B).mean())(policy)
+    np.testing.assert_allclose(found, case["mean_loss"], rtol=2e-6)
+    np.testing.assert_allclose(jnp.stack(gradients), case["gradient"], rtol=2e-5, atol=1e-7)
+    if case["mean_reward"] is not None:
+        reward = loss.rewards(policy, reference).chosen.mean()
+        np.testing.assert_allclose(reward, case["mean_reward"], rtol=2e-6)
+
+
+def kto(policy, reference, labels, beta, good, bad):
+    """Ethayarajh et al. 2024, equations 7 and 8; z, the reference point, has no gradient."""
+    z = max(0.0, np.mean(KTO_POLICY[1] - KTO_REFERENCE[1]))
+    r = policy[0] - reference[0]
+    value = np.where(labels, good * sigmoid(beta * (r - z)), bad * sigmoid(beta * (z - r)))
+    return np.where(labels, good, bad) - value
+
+
+KTO_POLICY, KTO_REFERENCE = (np.array(TRL["kto"][x]) for x in ("policy", "reference"))
+
+
+def test_kto_and_its_gradient_are_the_papers():
+    labels = np.array(TRL["kto"]["labels"])
+    assert np.mean(KTO_POLICY[1] - KTO_REFERENCE[1]) > 0, "otherwise z is 0"
+    loss = Loss("kto", 0.2, good_weight=1.25, bad_weight=0.5)
+    reference = pair_of(KTO_REFERENCE)
+    found, pull = jax.vjp(lambda policy: loss(policy, reference, labels), pair_of(KTO_POLICY))
+    definition = functools.partial(kto, labels=labels, beta=0.2, good=1.25, bad=0.5)
+    np.testing.assert_allclose(found, definition(KTO_POLICY, KTO_REFERENCE), rtol=2e-6)
+    (gradients,) = pull(jnp.ones_like(found))
+    step = np.array([[1e-5], [0]])
+    difference = definition(KTO_POLICY + step, KTO_REFERENCE)
+    difference = difference - definition(KTO_POLICY - step, KTO_REFERENCE)
+    np.testing.assert_allclose(gradients.chosen, difference / 2e-5, rtol=2e-5, atol=1e-7)
+    np.testing.assert_array_equal(gradients.rejected, 0)
+    padded = [
+        Pair(*(jnp.append(x, -1.0) for x in pair)) for pair in (pair_of(KTO_POLICY), reference)
+    ]
+    counts_B = jnp.arange(len(labels) + 1) < len(labels)
+    without = loss(*padded, jnp.append(jnp.array(labels), True), counts_B)
+    np.testing.assert_allclose(without[:-1], found, rtol=1e-6, err_msg="padding does not move z")
 
 
 def test_a_margin_is_the_difference_of_rewards():
@@ -118,7 +156,8 @@ def test_certain_answers_have_finite_losses_and_gradients():
     assert np.isfinite([value, *gradient.chosen, *gradient.rejected]).all()
 
 
-def test_only_dpo_sums():
-    assert [Loss(name).averages for name in ("dpo", "ipo", "simpo", "orpo")] == [False] + [True] * 3
+def test_dpo_and_kto_sum():
+    averages = {name: Loss(name).averages for name in ("dpo", "kto", "ipo", "simpo", "orpo")}
+    assert [name for name in averages if not averages[name]] == ["dpo", "kto"]
     assert Loss("dpo", length_normalized="true").averages
     assert not Loss("ipo", length_normalized="false").averages

@@ -78,6 +78,77 @@ def test_texts_become_messages_with_chat():
     assert pairs.pair_of(row, "row 1", chat=True) == ([BRIEF, QUESTION], [BLUE], [GREEN])
 
 
+LABELLED = {
+    "texts": (
+        {"prompt": "Sky?", "completion": " Blue.", "label": True}, [("Sky?", " Blue.", True)],
+    ),
+    "0 and 1": (
+        {"question": "Sky?", "response": " Pink.", "label": 0}, [("Sky?", " Pink.", False)],
+    ),
+    "messages": (
+        {"system": "Be brief.", "prompt": [QUESTION], "completion": [BLUE], "label": True},
+        [([BRIEF, QUESTION], [BLUE], True)],
+    ),
+    "a prompt in front": (
+        {"completion": [QUESTION, GREEN], "label": False}, [([QUESTION], [GREEN], False)],
+    ),
+    "a pair": (
+        {"prompt": "Sky?", "chosen": " Blue.", "rejected": " Pink."},
+        [("Sky?", " Blue.", True), ("Sky?", " Pink.", False)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_rows_and_pairs_are_labelled_answers(name):
+    row, expected = LABELLED[name]
+    assert [x[:3] for x in pairs._labelled(row, "row 1", chat=False)] == expected
+
+
+def test_a_labelled_answer_is_beside_the_next_ones(tmp_path):
+    rows = [
+        {"prompt": f"{n:02}, ", "completion": f"{n:02}!", "label": n % 3 == 0} for n in range(40)
+    ]
+    data = pairs.load(write(tmp_path / "labelled.jsonl", rows), 12, labelled=True)
+    assert (len(data.train), len(data.held_out)) == (38, 2)
+    batch = take(data.train, *range(38))
+
+    def answers(prefix: str) -> list[int]:
+        targets = batch[f"{prefix}targets"]
+        return [int(bytes(row[row >= 0].tolist())[:2]) for row in targets]
+
+    def prompts(prefix: str) -> list[int]:
+        return [int(bytes(row[1:3].tolist())) for row in batch[f"{prefix}tokens"]]
+
+    numbers = answers("")
+    assert prompts("") == prompts("rejected_") == numbers
+    assert answers("rejected_") == [(n + 1) % 40 for n in numbers]
+    assert batch["label"].tolist() == [n % 3 == 0 for n in numbers]
+    rows[0]["label"] = False
+    other = pairs.load(write(tmp_path / "labelled.jsonl", rows), 12, labelled=True)
+    assert other.facts["fingerprint"] != data.facts["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "a", "completion": "b", "label": "yes"},
+            "has label 'yes'; use true for a good",
+        ),
+        (
+            {"prompt": "a", "completion": " ", "label": True},
+            "has an empty completion; remove the row",
+        ),
+        ({"completion": "b", "label": True}, "has an empty prompt; remove the row"),
+        ({"prompt": "a", "completion": "b"}, "has no column 'chosen'"),
+    ],
+)
+def test_a_mistake_in_a_labelled_answer_names_its_row(row, message):
+    with pytest.raises(DataError, match=f"row 7 {message}"):
+        pairs._labelled(row, "row 7", chat=False)
+
+
 MISTAKES = {
     "no rejected": ({"prompt": "a", "chosen": "b"}, "has no column 'rejected'; a row has"),
     "no answers": ({"text": "a"}, "has no column 'chosen'; a row has a prompt, and"),

@@ -19,6 +19,7 @@ from recipes.common.sharding import Layout, Tree
 ROWS = 8  # batch size, divisible by eight devices
 TOKENS = 64  # longest context, except for conversations
 PAIRS = "dpo"  # the recipe that trains on preference pairs
+LABELLED = "kto"  # its loss of single answers with a label
 
 
 def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[str, np.ndarray]:
@@ -33,7 +34,8 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
     flags = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
     if metadata.get("recipe") == PAIRS:  # chosen answers
         names = ("dataset", "seq_len", "tokenizer", "eval_dataset", "as_chat")
-        rows = pairs.load(**{name: flags[name] for name in names})
+        labelled = flags["loss"] == LABELLED
+        rows = pairs.load(**{name: flags[name] for name in names}, labelled=labelled)
         found = next(batches.held_out_batches(rows, ROWS))
         return {name: found[name] for name in ("tokens", "targets")}
     # Conversations are not cut: only answers are targets, and they may start late.

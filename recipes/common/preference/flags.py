@@ -7,7 +7,7 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.runtime import flag
 
-IN_STEP, STORED = "copy", "stored"
+IN_STEP, ON_HOST, STORED = "copy", "host", "stored"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Pairs:
 
     dataset: str = flag(
         "stdlib", "Pairs: stdlib, a file, folder or pattern of .jsonl or .parquet files, or hf:NAME, with "
-        "prompt, chosen and rejected as texts or messages.", "data",
+        "prompt, chosen and rejected as texts or messages. For kto also prompt, completion and label.", "data",
     )  # fmt: skip
     eval_dataset: str = flag(
         "", "Pairs to hold out, as --dataset takes them; empty: a part of --dataset.", "data"
@@ -32,9 +32,11 @@ class Pairs:
         "data",
     )  # fmt: skip
 
-    def load(self, tokenizer: Tokenizer) -> Dataset:
-        """Loads the pairs. Raises DataError if they can't be found or read."""
-        return pairs.load(self.dataset, self.seq_len, tokenizer, self.eval_dataset, self.as_chat)
+    def load(self, tokenizer: Tokenizer, labelled: bool = False) -> Dataset:
+        """Loads the pairs, or labelled answers. Raises DataError if they can't be found or read."""
+        return pairs.load(
+            self.dataset, self.seq_len, tokenizer, self.eval_dataset, self.as_chat, labelled
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +44,9 @@ class Reference:
     """Flags of the reference."""
 
     reference: str = flag(
-        "", "The starting checkpoint as the reference: a frozen copy, or stored log-probabilities, computed "
-        "once; empty: the model without its adapter, or a copy if it has none.", "optimizer",
-        choices=["", IN_STEP, STORED],
+        "", "The starting checkpoint as the reference: a frozen copy, one in the host's memory, or stored "
+        "log-probabilities, computed once; empty: the model without its adapter, or a copy if it has none.",
+        "optimizer", choices=["", IN_STEP, ON_HOST, STORED],
     )  # fmt: skip
     reference_rules: str = flag(
         "", "Sharding rules of a copy; empty: the model's.", "optimizer", may_change=True

@@ -1,12 +1,16 @@
-"""Losses of pairs of answers, a chosen and a rejected one, from the answers' log-probabilities.
+"""Losses of pairs of answers, a chosen and a rejected one, and of single ones with a label, from the
+answers' log-probabilities.
 
     dpo    −log σ(β · margin)                           Rafailov et al. 2023, equation 7
     ipo    (margin − 1 / 2β)²                           Azar et al. 2023, equation 17
     simpo  −log σ(β · margin − target margin)           Meng et al. 2024, equation 6
     orpo   −log p(chosen) − β · log σ(log odds ratio)   Hong et al. 2024, equations 6 and 7
+    kto    λ · (1 − σ(±β · (log ratio − z)))            Ethayarajh et al. 2024, equations 7 and 8
 
 The margin is the chosen answer's log-probability less the rejected one's; dpo and ipo take each
-relative to a reference model's. Shapes: B pairs. All arrays are float32.
+relative to a reference model's. kto has a good (+) or bad (−) answer as the chosen one; the rejected
+one is another prompt's answer: z is the mean log ratio of these, at least 0, and has no gradient.
+Shapes: B pairs. All arrays are float32.
 """
 
 import dataclasses
@@ -15,9 +19,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from recipes.common.checkpoint.probe import LABELLED
 from recipes.common.runtime import UserError, flag
 
-WITH_REFERENCE = ("dpo", "ipo")
+WITH_REFERENCE = ("dpo", "ipo", LABELLED)
 # An answer's log-probability is that of a token, the mean. IPO's authors average too, though the
 # paper doesn't say so.
 AVERAGED = ("ipo", "simpo", "orpo")
@@ -36,11 +41,11 @@ class Loss:
     """Flags of the loss of preference pairs."""
 
     loss: str = flag(
-        "dpo", "Loss of a pair; simpo and orpo need no reference.", "optimizer",
-        choices=["dpo", "ipo", "simpo", "orpo"],
+        "dpo", "Loss of a pair, or of a labelled answer (kto); simpo and orpo need no reference.", "optimizer",
+        choices=["dpo", "ipo", "simpo", "orpo", LABELLED],
     )  # fmt: skip
     beta: float = flag(
-        0.1, "β of the loss: how strongly the reference holds the model (dpo, ipo), the scale of the margin "
+        0.1, "β of the loss: how strongly the reference holds the model (dpo, ipo, kto), the scale of the margin "
         "(simpo: try 2), or the weight of the odds ratio (orpo).", "optimizer", at_least=1e-6,
     )  # fmt: skip
     label_smoothing: float = flag(
@@ -51,15 +56,21 @@ class Loss:
         1.0, "Margin that simpo asks for, its γ.", "optimizer", at_least=0.0
     )
     length_normalized: str = flag(
-        "", "Divide an answer's log-probability by its tokens; empty: for all losses but dpo.",
+        "", "Divide an answer's log-probability by its tokens; empty: for all losses but dpo and kto.",
         "optimizer", choices=["", "true", "false"],
     )  # fmt: skip
+    good_weight: float = flag(1.0, "Weight λ of good answers (kto).", "optimizer", at_least=0.0)
+    bad_weight: float = flag(1.0, "Weight λ of bad answers (kto).", "optimizer", at_least=0.0)
 
     def __post_init__(self):
         if self.label_smoothing and self.loss not in ("dpo", "simpo"):
             raise UserError(
                 f"--label_smoothing={self.label_smoothing} is for dpo and simpo, not --loss={self.loss}; "
                 "leave it out"
+            )
+        if self.loss != LABELLED and (self.good_weight, self.bad_weight) != (1, 1):
+            raise UserError(
+                f"--good_weight and --bad_weight are for kto, not --loss={self.loss}; leave them out"
             )
         if self.loss == "orpo" and not self.averages:
             raise UserError(
@@ -78,9 +89,30 @@ class Loss:
             return policy
         return Pair(*(ours - theirs for ours, theirs in zip(policy, reference, strict=True)))
 
-    def __call__(self, policy: Pair, reference: Pair | None = None) -> jax.Array:
-        """The loss of each pair, [B], from the answers' log-probabilities, sums or means."""
+    def distances(self, ratios: Pair, is_good_B, counts_B=None) -> jax.Array:
+        """Kto's ±β · (log ratio − z), [B]: above 0 on the side of z that the label asks for.
+
+        Args:
+          is_good_B: the labels, bool.
+          counts_B: rows that count in z, bool; None: all.
+        """
+        z = jnp.maximum(jnp.mean(ratios.rejected, where=counts_B), 0)
+        distance_B = self.beta * (ratios.chosen - jax.lax.stop_gradient(z))
+        return jnp.where(is_good_B, distance_B, -distance_B)
+
+    def __call__(
+        self, policy: Pair, reference: Pair | None = None, is_good_B=None, counts_B=None
+    ) -> jax.Array:
+        """The loss of each pair, [B], from the answers' log-probabilities, sums or means.
+
+        Args:
+          is_good_B, counts_B: as in `distances`, for kto.
+        """
         ratios = self.log_ratios(policy, reference)
+        if self.loss == LABELLED:
+            assert is_good_B is not None
+            weight_B = jnp.where(is_good_B, self.good_weight, self.bad_weight)
+            return weight_B * (1 - jax.nn.sigmoid(self.distances(ratios, is_good_B, counts_B)))
         margin_B = ratios.chosen - ratios.rejected
         if self.loss == "ipo":
             return (margin_B - 1 / (2 * self.beta)) ** 2

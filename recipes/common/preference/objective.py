@@ -16,7 +16,10 @@ import jax.numpy as jnp
 from recipes.common.preference.losses import Loss, Pair
 from recipes.common.sharding import Layout, Tree
 from recipes.common.sharding.abstract import unadapted, variables_of
+from recipes.common.train.offload import to_device
+from zoo.log_probs import of_targets
 from zoo.sharding import constrain, reshape
+from zoo.vocabulary import Objective as DecoderObjective
 
 
 class Answers(NamedTuple):
@@ -24,6 +27,7 @@ class Answers(NamedTuple):
 
     each_RT: jax.Array  # of each token; 0 for those that are no targets
     pair: Pair  # of each answer: the sum or the mean of its tokens'
+    metrics: dict  # of the layers: name → [L, ...], sums over targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +47,14 @@ class Objective:
         rejected_targets: jax.Array,
         reference_chosen: jax.Array | None = None,
         reference_rejected: jax.Array | None = None,
+        label: jax.Array | None = None,
         frozen: Tree | None = None,
     ) -> tuple[jax.Array, jax.Array, Tree]:
         """
         Args:
           tokens, targets: of the chosen answers with their prompts, [B, T]; see data/pairs.py.
           reference_chosen, reference_rejected: the reference's log-probabilities, [B], if stored.
+          label: for kto, 1 for a good answer and 0 for a bad one, [B]; "rejected" is another answer.
           frozen: the reference's variables; None: the model's own, without its adapter.
         """
         tokens_RT = _side_by_side(tokens, rejected_tokens)
@@ -61,29 +67,43 @@ class Objective:
             variables = unadapted(variables_of(model)) if frozen is None else frozen
             reference = self.reference_answers(variables, tokens_RT, targets_RT)
         theirs = reference.pair if reference else stored
-        loss_B = self.loss(policy.pair, theirs)
-        rewards = self.loss.rewards(policy.pair, theirs)
-        margin_B = rewards.chosen - rewards.rejected
         is_pair_B = (targets >= 0).any(axis=1)  # others pad the last held-out batch
-        means = {
-            "loss": loss_B, "accuracy": margin_B > 0, "margin": margin_B,
-            "reward_chosen": rewards.chosen, "reward_rejected": rewards.rejected,
-        }  # fmt: skip
+        is_good_B = None if label is None else label > 0
+        loss_B = self.loss(policy.pair, theirs, is_good_B, is_pair_B)
+        if is_good_B is not None:
+            ratios = self.loss.log_ratios(policy.pair, theirs)
+            margin_B = self.loss.distances(ratios, is_good_B, is_pair_B)
+            means = {}
+        else:
+            rewards = self.loss.rewards(policy.pair, theirs)
+            margin_B = rewards.chosen - rewards.rejected
+            means = {"reward_chosen": rewards.chosen, "reward_rejected": rewards.rejected}
+        means |= {"loss": loss_B, "accuracy": margin_B > 0, "margin": margin_B}
         count = is_pair_B.sum().astype(jnp.float32)
         aux = {name: (jnp.where(is_pair_B, x, 0).sum(), count) for name, x in means.items()}
         if reference:
             aux["kl"] = _divergence(policy.each_RT, reference.each_RT, targets_RT)
-        return aux["loss"][0], count, aux
+        total = aux["loss"][0]
+        if policy.metrics:
+            # Costs of experts are means over targets, as in training; this loss is one over pairs.
+            targets = jnp.maximum((targets_RT >= 0).sum(), 1).astype(jnp.float32)
+            means = {name: metric / targets for name, metric in policy.metrics.items()}
+            total = model.add_costs(total, {name: count * mean for name, mean in means.items()})
+            aux |= model.layer_means(policy.metrics, targets)
+            if not reference or frozen is not None:  # or the reference would change too
+                model.update_buffers(DecoderObjective(total, targets, aux, policy.metrics))
+        return total, count, aux
 
     def reference_answers(self, variables: Tree, tokens_RT, targets_RT) -> Answers:
         """The reference's answers under its own rules, sharded by the active rules."""
         assert self.reference
         with self.reference.trace():
+            variables = jax.tree.map(to_device, variables)  # of a copy in the host's memory
             model = self.reference.model.merge(jax.lax.stop_gradient(variables))
             rows = (constrain(x, "batch", "seq") for x in (tokens_RT, targets_RT))
             answers = self.answers(model, *rows)
         pair = Pair(*(constrain(x, "batch") for x in answers.pair))
-        return Answers(constrain(answers.each_RT, "batch", "seq"), pair)
+        return Answers(constrain(answers.each_RT, "batch", "seq"), pair, {})
 
     def reference_pair(self, variables: Tree, batch: Tree) -> jax.Array:
         """The reference's log-probabilities of a batch's answers, [B, 2]."""
@@ -94,12 +114,12 @@ class Objective:
 
     def answers(self, model: Any, tokens_RT: jax.Array, targets_RT: jax.Array) -> Answers:
         """A model's log-probabilities of the answers."""
-        each_RT = model.log_probs(tokens_RT, targets_RT)
+        each_RT, metrics = of_targets(model, tokens_RT, targets_RT)
         answer_R = each_RT.sum(axis=1)
         if self.loss.averages:
             answer_R = answer_R / jnp.maximum((targets_RT >= 0).sum(axis=1), 1)
         pairs_B2 = reshape(answer_R, (len(answer_R) // 2, 2), "batch", None)
-        return Answers(each_RT, Pair(pairs_B2[:, 0], pairs_B2[:, 1]))
+        return Answers(each_RT, Pair(pairs_B2[:, 0], pairs_B2[:, 1]), metrics)
 
 
 def _side_by_side(chosen_BT: jax.Array, rejected_BT: jax.Array) -> jax.Array:

@@ -4,12 +4,13 @@ import dataclasses
 
 from recipes.common import checkpoint
 from recipes.common.checkpoint import RunFolder
-from recipes.common.preference.flags import STORED, Reference
+from recipes.common.preference.flags import ON_HOST, STORED, Reference
 from recipes.common.preference.losses import WITH_REFERENCE, Loss
 from recipes.common.runtime import Run, UserError
 from recipes.common.sharding import Layout, make_layout
 from recipes.common.sharding.rules import check_batch
 from recipes.common.train.frozen import Frozen
+from recipes.common.train.offload import check_host_memory
 
 
 def choose(
@@ -41,7 +42,10 @@ def choose(
     its.check_whole("the reference")
     checkpoint.check_variables(source, its)
     its = dataclasses.replace(its, batch_size=answers)
-    return Frozen(its, source, dtype, shares_weights)
+    on_host = flags.reference == ON_HOST
+    if on_host:
+        check_host_memory("reference", ON_HOST, layout.mesh.devices.flat[0], "use --reference=copy")
+    return Frozen(its, source, dtype, shares_weights, on_host)
 
 
 def describe(reference: Frozen | None, flags: Reference) -> list[str]:

@@ -42,22 +42,23 @@ HEAD: tuple[str, ...] = (
 )
 
 
-def table(layout: Layout, state: Tree) -> str:
+def table(layout: Layout, state: Tree, frozen: Tree | None = None) -> str:
     """A table of parameters and buffers with their sharding, and totals of the training state.
 
     Args:
       state: ShapeDtypeStructs or arrays with shardings, as abstract_state returns.
+      frozen: variables of a second model beside it.
     """
     rows = [HEAD]
     for kind, tree in layout.model.axes.items():
         arrays = paths(state[kind])
         rows += [row(path, arrays[path], axes) for path, axes in paths(tree).items()]
     return "\n".join(
-        [*columns(rows), total(state), *offloaded(layout, state), *uneven(layout, state)]
+        [*columns(rows), total(state, frozen), *offloaded(layout, state), *uneven(layout, state)]
     )
 
 
-def total(state: Tree) -> str:
+def total(state: Tree, frozen: Tree | None = None) -> str:
     """One line: the number of parameters, how many are trained, and their bytes per device."""
     parts = {part: state[part] for part in ("params", "base", "opt_state") if part in state}
     held = {part: size(bytes_per_device(tree)) for part, tree in parts.items()}
@@ -68,7 +69,10 @@ def total(state: Tree) -> str:
         where = f"parameters {held['base']} (base) + {held['params']} (trained)"
     moments = held["opt_state"]
     moments += " (in the host's memory)" if on_host(state) else ""
-    return f"{what}. Per device: {where}, gradients {held['params']}, optimizer state {moments}."
+    second = f", frozen model {size(bytes_per_device(frozen))}" if frozen else ""
+    if frozen and any(map(is_on_host, jax.tree.leaves(frozen))):
+        second += " (in the host's memory)"
+    return f"{what}. Per device: {where}, gradients {held['params']}, optimizer state {moments}{second}."
 
 
 def on_host(state: Tree) -> bool:

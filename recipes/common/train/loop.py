@@ -63,9 +63,19 @@ def fit(
     layout, facts = step.layout, {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
     metadata = checkpoint_metadata(folder, layout)
     profile = check(folder, layout, facts, run)
+<<<<<<< HEAD
     abstract = step.abstract_state()
     print0(report.headline(layout), report.table(layout, abstract))
     compiled = compile_step(step, abstract, data, frozen) if run.steps > folder.step else None
+=======
+    abstract, compiled = step.abstract_state(), None
+    second = {"frozen": frozen.abstract()} if frozen else {}
+    print0(report.headline(layout), report.table(layout, abstract, second.get("frozen")))
+    if run.steps > folder.step:
+        print0("Compiling the train step.")  # a minute or more for a large model
+        compiled = step.lower(abstract | second, data.filler).compile()
+        print0(report.step(compiled))
+>>>>>>> i63b
 
     # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------
     lines = messages(folder, run, step)

@@ -51,13 +51,18 @@ def check_offload(layout: Layout, offload: str) -> None:
     asked = {"offload": offload} if offload else {}
     asked |= {"remat": remat} if remat == "offload" else {}
     for name, value in asked.items():
-        if not has_host_memory(device):
-            kinds = " and ".join(memory.kind for memory in device.addressable_memories())
-            fix = "leave it out" if name == "offload" else "use --remat=full"
-            raise UserError(
-                f"--{name}={value} needs devices with the memory kind {KIND!r}, and "
-                f"{device.device_kind} has {kinds or 'none'}; {fix}"
-            )
+        fix = "leave it out" if name == "offload" else "use --remat=full"
+        check_host_memory(name, value, device, fix)
+
+
+def check_host_memory(name: str, value: str, device: jax.Device, fix: str) -> None:
+    """Raises UserError if a flag needs the host's memory and a device can't copy from there."""
+    if not has_host_memory(device):
+        kinds = " and ".join(memory.kind for memory in device.addressable_memories())
+        raise UserError(
+            f"--{name}={value} needs devices with the memory kind {KIND!r}, and "
+            f"{device.device_kind} has {kinds or 'none'}; {fix}"
+        )
 
 
 def check_remat(layout: Layout) -> None:

@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from recipes.common.report.plan import Second
 from recipes.common.report.report import size
 from recipes.common.runtime import describe, slices
 from recipes.common.sharding.layout import Layout
 from recipes.instruments.plan import tpu_slice
 from recipes.instruments.plan.calibration import FACTORS
-from recipes.instruments.plan.estimate import Estimate, estimate
+from recipes.instruments.plan.estimate import Estimate, estimate, with_second
 from recipes.instruments.plan.hardware import HARDWARE, Devices
 from recipes.instruments.plan.search import RULES_OUT, TIE, Plan, usable
 
@@ -220,11 +221,21 @@ def command(entry: str, size: str, best: Estimate) -> str:
 
 
 def of_layout(
-    layout: Layout, accumulate: int = 1, offload: str = "", optimizer: str = "adamw"
+    layout: Layout,
+    accumulate: int = 1,
+    offload: str = "",
+    optimizer: str = "adamw",
+    second: Second | None = None,
 ) -> list[str]:
-    """Lines of a recipe's --plan: the estimate for its own mesh and rules on its own devices."""
+    """Lines of a recipe's --plan: the estimate for its own mesh and rules on its own devices.
+
+    Args:
+      second: a frozen model, whose forward pass is part of the step; see `with_second`.
+    """
     devices = _devices_of(layout)
     own = estimate(layout, devices, accumulate, offload, optimizer)
+    if second:
+        own = with_second(own, second)
     parts = ", ".join(f"{part} {size(count)}" for part, count in own.memory.items())
     what = f"fits in {size(usable(devices))}" if own.fits else "does not fit"
     simulated = devices.kind == "cpu"

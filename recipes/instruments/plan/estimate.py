@@ -19,6 +19,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from recipes.common.report import flops
+from recipes.common.report.plan import Second
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.shape import AttentionShape, Shape
@@ -54,6 +55,7 @@ LANES = 128  # of a TPU's vectors: heads of 64 take as much memory as those of 1
 MATRIX_UNITS = {"TPU v6 lite": 256, "TPU7x": 256}  # width of heads that fill one; others: LANES
 LOGITS = 4  # times that float32 logits are written or read, forward and backward
 CAUSES = ("links", "network", "waiting", "bubble", "compute", "memory", "update", "host", "ends")
+FORWARD = ("weights", "activations", "attention", "states", "exchanges")  # that forward passes send
 OVERLAPPED = ("compute", "memory", "links", "network", "host")  # some of CAUSES
 
 
@@ -173,6 +175,42 @@ def estimate(
         seconds,
         work.useful,
         optimizer,
+    )
+
+
+def with_second(own: Estimate, second: Second) -> Estimate:
+    """Adds a frozen model to a step: its weights at rest, and its forward pass.
+
+    Of a step of its own, the forward pass has a third of the FLOPs, and gathers weights once of twice.
+    The larger of both models' working sets counts. Weights
+    in the host's memory are all on the device during the forward pass.
+    """
+    frozen = second.layout
+    other = estimate(frozen, own.devices, own.accumulate)
+    forward = [x._replace(bytes=x.bytes / 2) for x in other.transfers if x.purpose in FORWARD]
+    links, network, sending = _sending(frozen, own.devices, forward)
+    seconds = dict(own.seconds)
+    for cause, more in sending.items():
+        seconds[cause] += more
+    repeats_matmuls, _ = REPEATS.get(frozen.shape.remat, (True, True))
+    passes = 4 if repeats_matmuls else 3
+    operations = {kind: s + other.operations[kind] / passes for kind, s in own.operations.items()}
+    seconds["compute"] = sum(operations.values())
+    seconds["memory"] += other.seconds["memory"] / passes
+    working = "live working set"
+    held = {"frozen model": second.bytes_per_device} if second.bytes_per_device else {}
+    there = held if second.on_host else {}
+    larger = max(own.memory[working], other.memory[working] + sum(there.values()))
+    seconds["host"] += sum(there.values()) / own.devices.hardware.host
+    return own._replace(
+        memory=own.memory | {working: larger} | ({} if second.on_host else held),
+        host=own.host | there,
+        transfers=own.transfers + forward,
+        links=own.links + links,
+        network=own.network + network,
+        operations=operations,
+        seconds=seconds,
+        useful=own.useful + other.useful / 3,
     )
 
 
