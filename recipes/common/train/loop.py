@@ -63,19 +63,10 @@ def fit(
     layout, facts = step.layout, {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
     metadata = checkpoint_metadata(folder, layout)
     profile = check(folder, layout, facts, run)
-<<<<<<< HEAD
     abstract = step.abstract_state()
-    print0(report.headline(layout), report.table(layout, abstract))
-    compiled = compile_step(step, abstract, data, frozen) if run.steps > folder.step else None
-=======
-    abstract, compiled = step.abstract_state(), None
     second = {"frozen": frozen.abstract()} if frozen else {}
     print0(report.headline(layout), report.table(layout, abstract, second.get("frozen")))
-    if run.steps > folder.step:
-        print0("Compiling the train step.")  # a minute or more for a large model
-        compiled = step.lower(abstract | second, data.filler).compile()
-        print0(report.step(compiled))
->>>>>>> i63b
+    compiled = compile_step(step, abstract | second, data) if run.steps > folder.step else None
 
     # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------
     lines = messages(folder, run, step)
@@ -118,11 +109,10 @@ def fit(
     return state, log, totals
 
 
-def compile_step(step: TrainStep, abstract: Tree, data: Dataset, frozen: Frozen | None):
+def compile_step(step: TrainStep, abstract: Tree, data: Dataset):
     """Compiles the train step, and prints what it sends and needs."""
     print0("Compiling the train step.")  # a minute or more for a large model
-    both = abstract | ({"frozen": frozen.abstract()} if frozen else {})
-    compiled = step.lower(both, data.filler).compile()
+    compiled = step.lower(abstract, data.filler).compile()
     print0(report.step(compiled))
     return compiled
 
