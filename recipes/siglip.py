@@ -45,7 +45,7 @@ MODEL = model_flags(Config, ("image_size", "patch", "loss", "pairs", *ENCODER), 
 def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
     mesh, folder = make_mesh(run.mesh), open_run("siglip", run, flags, data, training)
-    tokens = folder.start and folder.start.tokenizer()
+    tokens = folder.start.tokenizer() if folder.start else None
     if tokens and tokens.sha256 != BYTES.sha256:
         raise UserError(
             f"--restore_from={run.restore_from} has a tokenizer, but the captions of this recipe are "

@@ -148,7 +148,10 @@ def linear(path: str, bias: str, name: str, ours: str, theirs: str) -> Table:
 
 def without(prefix: str, table: Table) -> Table:
     """A table whose names lack a prefix, as those of models without a head do."""
-    return {path: (name.removeprefix(f"{prefix}."), *dims) for path, (name, *dims) in table.items()}
+    return {
+        path: (name.removeprefix(f"{prefix}."), ours, theirs)
+        for path, (name, ours, theirs) in table.items()
+    }
 
 
 def bert(architecture: str, kind: str, task: str = "fill") -> Family:

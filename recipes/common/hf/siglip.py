@@ -59,8 +59,8 @@ TENSORS: Table = {  # X and Y are the rows and columns of a patch
 }
 for _ours, _theirs in (("image", IMAGE), ("text", TEXT)):
     TENSORS |= {
-        f"{_ours}/layers/{path}": (f"{_theirs}.encoder.layers.{{}}.{name}", *dims)
-        for path, (name, *dims) in LAYER.items()
+        f"{_ours}/layers/{path}": (f"{_theirs}.encoder.layers.{{}}.{name}", dims, their_dims)
+        for path, (name, dims, their_dims) in LAYER.items()
     }
 for _third, _name in enumerate("qkv"):
     TENSORS |= {
