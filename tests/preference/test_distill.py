@@ -154,6 +154,7 @@ def test_the_loss_is_the_definition_on_logits(kind):
         assert error < TOLERANCE, path
 
 
+@pytest.mark.full
 def test_top_k_is_the_definition_on_logits():
     """The teacher's distribution, of its five likeliest tokens alone, in float64."""
     means, _ = figures(kind="forward", top_k=5)

@@ -356,6 +356,7 @@ def test_stored_numbers_train_the_same_model(tune, tmp_path, quick):
             np.testing.assert_allclose(x, expected[path], atol=1e-5, err_msg=path)
 
 
+@pytest.mark.full
 def test_labelled_answers_train(tune, start, tmp_path, quick):
     """As many good and bad ones as there are pairs; good answers get likelier."""
     rows = [json.loads(line) for line in (start / "pairs.jsonl").read_text().splitlines()]

@@ -94,6 +94,7 @@ def test_one_device_has_the_log_softmax_of_float64():
         np.testing.assert_allclose(gradients[path], gradient, atol=2e-6 * scale, err_msg=path)
 
 
+@pytest.mark.full
 def test_a_bias_of_logits_counts():
     """Bert's: log-probabilities and the bias's gradient are those of all logits."""
     rows = {name: rows[:2] for name, rows in ROWS.items()}
