@@ -45,6 +45,11 @@ OPTIONS = [
     ("transformer", "fsdp_pp", "pipeline=gpipe"),
     ("moe", "", "matmul=fp8,matmul_backward=bfloat16"),
     ("moe", "", "capacity=1.5"),
+    (
+        "moe",
+        "fsdp_ep",
+        "capacity=none",
+    ),  # rows travel; sums over turns, a while loop, are not searched
     ("gpt_oss", "", "matmul=int8"),
     ("deepseek", "", "mtp_depth=1"),
     ("vit", "", "matmul=int8"),
@@ -60,8 +65,18 @@ def tracing_cases():
         yield name, MESHES.get(strategy, "1x1"), f"{strategy}:{options}"
 
 
-def traced_sums(name: str, mesh: str, strategy: str, microbatches: int = 1) -> list[Sum]:
-    """The sums in 16 bits of an entry's gradient; strategy: its name, then options of its Config."""
+def read_capacity(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
+def traced_sums(
+    name: str, mesh: str, strategy: str, microbatches: int = 1, of=gradients
+) -> list[Sum]:
+    """The sums in 16 bits of an entry's gradient; strategy: its name, then options of its Config.
+
+    Args:
+      of: (layout, state, batch, microbatches) → what is computed in place of the gradient.
+    """
     entry = ENTRIES[name]
     strategy, _, text = strategy.partition(":")
     sizes = {"loss_chunk": CHUNK, "max_positions": SEQ_LEN}
@@ -69,7 +84,7 @@ def traced_sums(name: str, mesh: str, strategy: str, microbatches: int = 1) -> l
     options = dict(option.split("=") for option in text.split(",") if option)
     kinds = {field: type(getattr(entry.config, field)) for field in options}
     options = {
-        field: float(value) if field == "capacity" else kinds[field](value)
+        field: read_capacity(value) if field == "capacity" else kinds[field](value)
         for field, value in options.items()
     }
     config = dataclasses.replace(entry.config, dtype="bfloat16", **sizes, **options)
@@ -80,7 +95,7 @@ def traced_sums(name: str, mesh: str, strategy: str, microbatches: int = 1) -> l
         names = ("tokens", "targets", "segment_ids") if "targets" in example else ("tokens",)
         tokens = {key: np.zeros(SEQ_LEN, np.int32) for key in names}
         example = tokens if "targets" in example else example | tokens
-    step = functools.partial(gradients, layout, microbatches=microbatches)
+    step = functools.partial(of, layout, microbatches=microbatches)
     state = abstract_state(layout, OPTIMIZER)
     with layout.trace():
         traced = jax.jit(lambda state, batch: step(state, batch)).trace(
@@ -97,6 +112,35 @@ def traced_sums(name: str, mesh: str, strategy: str, microbatches: int = 1) -> l
 )
 def test_no_line_of_an_entry_adds_up_in_16_bits(entry, mesh, strategy):
     assert traced_sums(entry, mesh, strategy) == []
+
+
+def gradient_of_log_probs(layout, state, batch, microbatches):
+    total = lambda params: layout.model.merge({"params": params}).log_probs(**batch).sum()  # noqa: E731
+    return jax.grad(total)(state["params"])
+
+
+def next_logits(layout, state, batch, microbatches):
+    """Logits of the second token that a model generates."""
+    model = layout.model.merge({kind: state[kind] for kind in layout.model.shapes})
+    tokens_BT = batch["tokens"]
+    B, T = tokens_BT.shape
+    _, cache = model.prefill(tokens_BT, jnp.full(B, T), slots=2 * T)
+    return model.decode(tokens_BT[:, 0], cache)[0]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), full_except([("1x1", ""), ("8", "fsdp")], [("1x1", "")])
+)
+def test_log_probs_add_up_in_float32(mesh, strategy):
+    assert traced_sums("transformer", mesh, strategy, of=gradient_of_log_probs) == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    full_except(["transformer", "gemma3", "gpt_oss", "deepseek", "qwen3_next"], ["transformer"]),
+)
+def test_generation_adds_up_in_float32(entry):
+    assert traced_sums(entry, "1x1", "", of=next_logits) == []
 
 
 @pytest.mark.full

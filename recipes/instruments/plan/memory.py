@@ -147,8 +147,9 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     logits = rows * chunk * shape.vocab_size // layout.count_shards(VOCAB) * (4 + width)
     table = shape.vocab_size // layout.count_shards(VOCAB) * shape.embed * width
     cast = sizes.stacked * width // 4 if width < 4 and shape.remat != "none" else 0  # or saved
-    # A loss of one chunk needs no sum of the table's gradients besides the logits.
-    in_loss = table * (chunk < length), table + logits
+    # The loss sums the table's gradients in float32. One of a single chunk needs no sum besides the
+    # logits.
+    in_loss = 4 // width * table * (chunk < length), table + logits
     # While a layer computes, the next one is gathered; of experts with a capacity, one matrix at a
     # time. Of dropless experts, grouped products leave whole gradients instead.
     gathered = 1 if any(experts.capacity for experts, _ in shape.trained_experts) else 2

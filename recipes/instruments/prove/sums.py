@@ -44,7 +44,7 @@ def low_precision_sums(jaxpr: Jaxpr, folder: pathlib.Path, few: int = FEW) -> li
 
     Residual streams are left out: a layer reads what it adds to, so its input has the format of its
     output. So are sums over devices, which have a term for each. Kernels (Pallas) are not searched,
-    nor arrays of which a loop updates parts in place.
+    nor arrays of which a loop updates parts in place, nor what a while loop carries.
 
     Args:
       folder: of the files whose lines are named.
