@@ -31,7 +31,8 @@ def pool(x_BTD, segment_ids_BT, mean: bool) -> jax.Array:
 
 
 def unit(x_BD: jax.Array) -> jax.Array:
-    """Rows of length 1: x / |x|."""
+    """Rows of length 1: x / |x|, float32."""
+    x_BD = x_BD.astype(jnp.float32)
     return x_BD * jax.lax.rsqrt(jnp.square(x_BD).sum(axis=1, keepdims=True) + 1e-12)
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Attention, make_positions
+from .classes import unit
 from .config import Compute
 from .gelu import GeluMLP, layer_norm
 from .layers import Kind, add_output, dot
@@ -247,12 +248,6 @@ class Siglip(nnx.Module):
         Returns: as `compare`.
         """
         return self.compare(*self.embed_pairs(image, tokens, label))
-
-
-def unit(x_BD: jax.Array) -> jax.Array:
-    """Rows of length 1: x / |x|, float32."""
-    x_BD = x_BD.astype(jnp.float32)
-    return x_BD * jax.lax.rsqrt(jnp.square(x_BD).sum(axis=-1, keepdims=True) + 1e-12)
 
 
 complete = functools.partial(complete_tables, AXES.logical_axes)
