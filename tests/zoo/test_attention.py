@@ -46,6 +46,7 @@ from tests.support.quick import quick as quick
 from tests.support.runs import records
 from zoo import splash
 from zoo.attention import attend
+from zoo.config import Compute
 from zoo.flash import TILE
 from zoo.kernels import FLASH_FROM, Choice, Settings, block_of
 from zoo.sizes import TRANSFORMER as SIZES
@@ -590,16 +591,34 @@ def test_a_kernel_that_the_devices_lack_is_refused(kernel, device, changes, obst
         check(layout)
 
 
-def test_on_a_hopper_gpu_only_soft_caps_need_the_tile_loop():
-    """Every named size of every language model in bfloat16, with packed rows and without."""
-    decoders = [name for name, entry in ENTRIES.items() if entry.data == "data.text"]
-    for name, segments in itertools.product(decoders, (True, False)):
-        for size, make in sizes(name).items():
-            config = dataclasses.replace(make(), dtype="bfloat16")
-            with on(*H100).trace():
-                attention = trace_shape(model(name), config).attention
-                kernel = kernel_report.attention_kernel(config, attention, 4096, segments).kernel
-            assert kernel == ("flash" if size.startswith("gemma2") else "cudnn"), (name, size)
+def test_the_table_of_gpu_kernels_is_what_is_chosen(monkeypatch):
+    """Every named size of the models with these kernels, in bfloat16, with rows of 4,096."""
+    configs = [
+        (name, size, dataclasses.replace(make(), dtype="bfloat16"))
+        for name in ENTRIES
+        for size, make in sizes(name).items()
+        if isinstance(make(), Compute)
+    ]
+    sizes_by_kernels: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    with on(*H100).trace():
+        for name, size, config in configs:
+            attention = trace_shape(model(name), config).attention
+            assert attention is not None
+            cells = []
+            for capability, packed in itertools.product((8.0, 9.0), (False, True)):
+                monkeypatch.setattr("zoo.kernels.compute_capability", lambda _, x=capability: x)
+                choice = kernel_report.attention_kernel(config, attention, 4096, packed)
+                cells.append(f"`{choice.kernel}`{choice.obstacle and f': {choice.obstacle}'}")
+            sizes_by_kernels.setdefault(tuple(cells), {}).setdefault(name, []).append(size)
+    *rare, _ = sorted(sizes_by_kernels.items(), key=lambda row: sum(map(len, row[1].values())))
+    wanted = {
+        "; ".join(f"{name} {', '.join(listed)}" for name, listed in named.items()): cells
+        for cells, named in rare
+    } | {"all others": ("`cudnn`",) * 4}
+    page = (ROOT / "recipes" / "docs" / "language_models.md").read_text()
+    table = page.split("<!-- kernels on GPUs -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    rows = (line.strip("| ").split(" | ") for line in table)
+    assert {named: tuple(cells) for named, *cells in rows} == wanted
 
 
 def kernel_of(config: Config, seq_len: int, segments: bool) -> Choice:
