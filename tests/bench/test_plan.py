@@ -814,7 +814,7 @@ def test_times_say_how_far_published_runs_are_from_them():
         .split("| times the published |")[1]
     )
     ratios = {"tpu": [], "gpu": []}
-    for row in re.findall(r"^\|(.*\[(?:maxtext|torchtitan)\].*)\|$", text, re.MULTILINE):
+    for row in re.findall(r"^\|(.*\d\]\[\w+\].*)\|$", text, re.MULTILINE):
         ratios["gpu" if "H100" in row else "tpu"].append(float(row.split("|")[-1]))
     assert {kind: (min(x), max(x)) for kind, x in ratios.items()} == answer.PUBLISHED
     line = (

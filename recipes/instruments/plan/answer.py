@@ -27,7 +27,7 @@ WORDS = {  # key of Estimate.seconds → a phrase
 }
 # Platform → how many times as long as estimated published runs take, least and most: the last column
 # of the table in recipes/instruments/results/planner.md.
-PUBLISHED = {"tpu": (0.87, 1.29), "gpu": (1.67, 2.51)}
+PUBLISHED = {"tpu": (0.87, 1.29), "gpu": (1.08, 2.51)}
 
 
 def group(devices: Devices) -> str:
