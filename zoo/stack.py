@@ -87,7 +87,7 @@ def scan_layers(
       of each stack).
     """
     if shards("layers") > 1:
-        raise ValueError("the rules split the layers into stages, which only `loss` runs")
+        raise ValueError("the rules split the layers into stages, which can't generate")
     offloads = remat is REMAT_POLICIES["offload"]
 
     def run_layer(x, layer, kind):
