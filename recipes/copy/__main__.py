@@ -28,6 +28,7 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "context": "rings and all-to-alls (rules with cp)",
     "cudnn": "the attention kernel of NVIDIA GPUs",
     "delta_context": "a state that travels between devices (rules with cp)",
+    "float32_sums": "sums of gradients over devices in float32 (reduce_dtype)",
     "flash": "attention on any platform, and on rings of devices",
     "log_probs": "preference tuning",
     "lora": "adapters (lora_rank)",
