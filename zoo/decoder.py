@@ -20,7 +20,7 @@ from .sharding import AxisNames, shards
 from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack, unlike_stacks
 from .strategies import DECODER, DENSE_STACK
 from .vocabulary import (
-    Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
+    Batch, Objective, copies_in_use, cross_entropy, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ class Decoder(nnx.Module):
     def tables(self) -> list[jax.Array]:
         """Copies of the tables that embed tokens (the first) and unembed the output (the last)."""
         tables = (self.embed,) if self.unembed is None else (self.embed, self.unembed)
-        return [table_copies(table, self.config.dtype) for table in tables]
+        return [copies_in_use(table, self.config) for table in tables]
 
     def bias_copies(self) -> jax.Array | None:
         """Copies of the bias of logits, [R, V] in float32; None without one."""

@@ -35,7 +35,7 @@ from .sharding import (
 )  # fmt: skip
 from .stack import layer_in_use, scan_layers, stack
 from .strategies import DECODER, encoder_rules
-from .vocabulary import look_up, table_copies
+from .vocabulary import copies_in_use, look_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Siglip(nnx.Module):
     def embed_texts(self, tokens_BT) -> jax.Array:
         """Embeddings of texts, [B, D], float32, of length 1. Padding is a token like others."""
         check_rules(AXES.logical_axes)
-        x_BTD = look_up(table_copies(self.words, self.config.dtype), tokens_BT)
+        x_BTD = look_up(copies_in_use(self.words, self.config), tokens_BT)
         x_BTD = self.text(self._add_positions(x_BTD, self.text_positions))
         head = in_use(self.text_head, AXES.in_use, x_BTD.dtype)
         x_BD = dot("BD,DE->BE", x_BTD[:, -1], head[...], explicit("batch", None))

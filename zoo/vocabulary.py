@@ -84,6 +84,15 @@ def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
     return constrain(jnp.broadcast_to(table_VD, shape, out_sharding=explicit(*axes)), *axes)
 
 
+def copies_in_use(table: nnx.Param, config) -> jax.Array:
+    """`table_copies` in config.dtype; devices add their gradients in config.reduce_dtype."""
+    if not config.reduce_dtype:
+        return table_copies(table, config.dtype)
+    from .float32_sums import summed_in_float32
+
+    return summed_in_float32(table_copies, table, config.dtype)
+
+
 def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Embeddings of tokens, [B, T, D]; each shard of B and T reads its own copy of the table."""
     lookup = auto(jax.vmap(_rows), SHARDS, None, "act_embed")

@@ -128,6 +128,7 @@ def use(name: str, entry) -> None:
     """
     changes = {
         "low_precision": {"matmul": "int8"},
+        "float32_sums": {"reduce_dtype": "float32"},
         "lora": {"lora_rank": 2},
         "mtp": {"mtp_depth": 1},
         "splash": {"attention": "splash"},
