@@ -18,7 +18,14 @@ from data import captions
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
-from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
+from recipes.common.config_flags import (
+    ENCODER,
+    check_set,
+    check_vocabulary,
+    configure,
+    describe_set,
+    model_flags,
+)
 from recipes.common.pictures import INPUTS, Pictures
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, make_mesh, print0
@@ -56,6 +63,7 @@ def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
     else:
         config = SIZES[flags.size or "small"]()
     config = configure(config, flags, mesh.devices.flat[0])
+    check_vocabulary(config.vocab_size, BYTES.size)
     inputs = {name: getattr(config, name) for name in INPUTS} if folder.start else {}
     pairs = captions.load(
         **dataclasses.asdict(data), **inputs, seed=run.seed, image_size=config.image_size,
