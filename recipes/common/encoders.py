@@ -13,7 +13,6 @@ from recipes.common import checkpoint
 from recipes.common.preference.objective import side_by_side
 from recipes.common.runtime import Run
 from recipes.common.sharding import Tree
-from zoo.bert import Config
 from zoo.classes import unit
 from zoo.pairs import loss_of_pairs
 from zoo.sharding import constrain, reshape
@@ -27,8 +26,8 @@ def task_of(task: str, run: Run) -> str:
     return source.metadata["config"].get("task", "fill")
 
 
-def for_task(config: Config, task: str) -> Config:
-    """A Config with another head. Vectors of BERT's form come from its pooler to classify."""
+def for_task(config: Any, task: str) -> Any:
+    """A text encoder's Config with another head. Vectors of BERT's form come from its pooler to classify."""
     if config.task == task:
         return config
     pooling = "mean" if config.modern or task == "embed" else "pooler"

@@ -222,7 +222,7 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("bert", ["--mask_rate=1.5"], "--mask_rate=1.5 must be at most 1.0"),
     ("bert", ["--task=classify", "--set=labels=[]"], "--set=labels=[]: the data decides labels; leave it out"),
     ("bert", ["--task=classify", "--dataset={here}/ok.txt"], "--dataset={here}/ok.txt: ok.txt is text without columns; use .jsonl, .parquet or .csv files"),
-    ("bert", ["--task=embed", "--mesh=data=4,pipe=2"], "--task=embed needs all layers on every device, and --mesh=data=4,pipe=2 has them in 2 stages"),
+    ("bert", ["--task=embed", "--size=tiny", "--mesh=data=4,pipe=2"], "--task=embed needs all layers on every device, and --mesh=data=4,pipe=2 has them in 2 stages"),
     ("vit", ["--patch=3"], "image_size 8 is not divisible by 3; use other flags of the model"),
     ("vit", ["--image_column=x"], "--dataset=digits has no column 'x'; set --image_column to one of 'image', 'label'"),
     ("vit", ["--restore_from=mlp.digits"], "{zoo}/checkpoints/mlp.digits has entry 'mlp', not 'vit'; use a different one"),
