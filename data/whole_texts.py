@@ -24,7 +24,7 @@ class Texts:
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, length: int):
         self.length = length
-        self.longest = self.cut = 0
+        self.longest = self.cut = 0  # tokens of the longest text, whole; texts that are cut
         before, behind = tokenizer.start, tokenizer.closing
         room = length - len(before) - len(behind)
         if room < 1:
