@@ -14,7 +14,7 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -63,7 +63,7 @@ class Images(Rows):
 
     def take(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         epochs, rows = np.divmod(numbers, len(self))
-        image_BWWC = np.stack([self.pixels[row] for row in rows])
+        image_BWWC = taken(self.pixels, rows)
         if self.augment.crop or self.augment.flip:
             image_BWWC = self._at_random(image_BWWC, epochs, rows)
         normalized = (image_BWWC.astype(np.float32) / 255 - self.mean) / self.std
@@ -92,11 +92,20 @@ class Files(Sequence):
         return len(self.paths)
 
     def __getitem__(self, i):
-        try:
-            with PIL.Image.open(self.paths[i]) as picture:
-                return resized(picture, self.form)
-        except (OSError, SyntaxError, ValueError):  # Pillow raises these for broken files
-            raise broken(self.dataset, self.paths[i]) from None
+        return decode(self.paths[i], self.form, self.dataset, self.paths[i])
+
+
+def fits_in_memory(count: int, form: Form) -> bool:
+    """Whether so many decoded pictures are kept."""
+    return count * form.size**2 * form.channels <= IN_MEMORY
+
+
+def taken(pixels: Sequence[np.ndarray] | np.ndarray, numbers: Sequence[int]) -> np.ndarray:
+    """Some pictures, [N, W, W, C]; those in files are decoded by threads."""
+    if isinstance(pixels, np.ndarray):
+        return pixels[numbers]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return np.stack(list(pool.map(pixels.__getitem__, numbers)))
 
 
 def filler(image_size: int, channels: int) -> dict[str, np.ndarray]:
@@ -149,20 +158,46 @@ def load(
     (train_pixels, train_label), (test_pixels, test_label) = (
         (pixels, order[np.asarray(label_N)]) for pixels, label_N in (train, test)
     )
-    some = range(0, len(train_pixels), -(-len(train_pixels) // SAMPLE))
-    sample = np.stack([train_pixels[i] for i in some]).reshape(-1, form.channels) / 255.0
+    train = Part(train_pixels, train_label)
+    test = Part(test_pixels, test_label)
+    augment = Augment(crop, flip, seed)
+    data = normalized(train, test, form, mean, std, augment)
+    parts = (train_pixels, train_label, test_pixels, test_label)
+    return data._replace(
+        config=data.config | {"classes": len(labels), "labels": labels},
+        facts={"dataset": dataset, "fingerprint": _fingerprint(names, form, parts)},
+    )
+
+
+class Part(NamedTuple):
+    """Pictures of a part of a dataset."""
+
+    pixels: Any  # a sequence of uint8 [W, W, C]
+    label_N: np.ndarray
+
+
+def normalized(
+    train: Part,
+    test: Part,
+    form: Form,
+    mean: Sequence[float],
+    std: Sequence[float],
+    augment: Augment,
+) -> Dataset:
+    """A dataset of pictures, without the facts. Arguments as of `load`."""
+    some = range(0, len(train.pixels), -(-len(train.pixels) // SAMPLE))
+    sample = np.stack([train.pixels[i] for i in some]).reshape(-1, form.channels) / 255.0
     mean = tuple(mean) or tuple(round(float(x), 6) for x in sample.mean(axis=0))
     std = tuple(std) or tuple(max(round(float(x), 6), 1e-3) for x in sample.std(axis=0))
-    parts = (train_pixels, train_label, test_pixels, test_label)
     return Dataset(
-        train=Images(train_pixels, train_label, mean, std, Augment(crop, flip, seed)),
-        held_out=Images(test_pixels, test_label, mean, std, Augment()),
-        filler=filler(image_size, form.channels),
+        train=Images(*train, mean, std, augment),
+        held_out=Images(*test, mean, std, Augment()),
+        filler=filler(form.size, form.channels),
         unit="images",
         units=1,
-        config=dict(channels=form.channels, classes=len(labels), labels=labels, mean=mean, std=std),
-        facts={"dataset": dataset, "fingerprint": _fingerprint(names, form, parts)},
-        by_epoch=crop or flip,
+        config={"channels": form.channels, "mean": mean, "std": std},
+        facts={},
+        by_epoch=augment.crop or augment.flip,
     )
 
 
@@ -214,15 +249,11 @@ def _folder(root: pathlib.Path, dataset: str, form: Form):
     ]  # fmt: skip
     channels = _channels([file for files, _ in parts for file in files], dataset)
     form = form._replace(channels=form.channels or channels)
-    count = sum(len(files) for files, _ in parts)
-    keep = count * form.size**2 * form.channels <= IN_MEMORY
+    keep = fits_in_memory(sum(len(files) for files, _ in parts), form)
     loaded = []
     for files, label in parts:
         pixels: Any = Files(files, dataset, form)
-        if keep:
-            with concurrent.futures.ThreadPoolExecutor() as pool:
-                pixels = np.stack(list(pool.map(pixels.__getitem__, range(len(files)))))
-        loaded.append((pixels, label))
+        loaded.append((taken(pixels, range(len(files))) if keep else pixels, label))
     return names, form, *loaded
 
 
@@ -346,6 +377,17 @@ def resized(picture: PIL.Image.Image, form: Form) -> np.ndarray:
     return np.asarray(picture).reshape(size, size, form.channels)
 
 
-def broken(dataset: str, file: pathlib.Path) -> DataError:
+def decode(
+    file: pathlib.Path | BinaryIO, form: Form, dataset: str, name: pathlib.Path | str
+) -> np.ndarray:
+    """The pixels of an encoded picture, resized. Raises DataError, which names it."""
+    try:
+        with PIL.Image.open(file) as picture:
+            return resized(picture, form)
+    except (OSError, SyntaxError, ValueError):  # Pillow raises these for broken files
+        raise broken(dataset, name) from None
+
+
+def broken(dataset: str, file: pathlib.Path | str) -> DataError:
     """The DataError for a picture that can't be decoded."""
     return DataError(f"--dataset={dataset}: {file} is not a readable picture; replace or remove it")

@@ -10,15 +10,17 @@ import pytest
 import safetensors.numpy
 
 import recipes.siglip
+from data import DataError
+from data.captions import Texts
 from recipes.common import checkpoint, hf
 from recipes.common.mesh import make_mesh
-from recipes.common.pictures import Pictures
+from recipes.common.pictures import CaptionedPictures
 from recipes.common.runtime import Run
 from recipes.common.runtime.errors import UserError
 from recipes.common.train.flags import Training
 from tests.by_hand.hf_parity import TOLERANCE, export, params_of
 from tests.support.siglip_definition import embeddings
-from tests.support.small_tokenizers import metaspace
+from tests.support.small_tokenizers import metaspace, small
 from zoo.siglip import Config
 
 pytestmark = pytest.mark.promise("hugging-face")
@@ -164,7 +166,8 @@ def test_absent_keys_mean_siglip_b16(tmp_path):
     assert config == Config.b16()
 
 
-def test_a_run_does_not_read_captions_of_bytes_by_another_vocabulary(folder, tmp_path):
+def test_a_run_reads_captions_by_its_folder_s_tokenizer(folder, tmp_path):
+    """Which starts and ends each text and pads it, and must not have more tokens than the model."""
     path, _ = folder
     copy = tmp_path / "with_tokenizer"
     shutil.copytree(path, copy)
@@ -172,6 +175,15 @@ def test_a_run_does_not_read_captions_of_bytes_by_another_vocabulary(folder, tmp
         (copy / name).write_bytes(content)
     run = dataclasses.replace(Run(), restore_from=f"hf:{copy}", mesh="1", workdir="")
     with pytest.raises(
-        UserError, match=r"has a tokenizer, but the captions of this recipe are bytes"
+        UserError, match="the model has 37 tokens, and its tokenizer 459; use files"
     ):
-        recipes.siglip.main(run, recipes.siglip.MODEL, Pictures(), Training())
+        recipes.siglip.main(run, recipes.siglip.MODEL, CaptionedPictures(), Training())
+    tokens = small()
+    long, short = "a photo of the license and more", "a"
+    rows = Texts(9, tokens).encode([long, short])
+    ids, id_of_a = (tokens.encode([text])[0].tolist() for text in (long, short))
+    assert rows[0].tolist() == [*tokens.start, *ids[:7], *tokens.end], "cut before its end"
+    padding = [tokens.end[0]] * (7 - len(id_of_a))  # without a token of its own for padding
+    assert rows[1].tolist() == [*tokens.start, *id_of_a, *tokens.end, *padding]
+    with pytest.raises(DataError, match=rf"has {len(ids) + 2} tokens, and the model reads 9"):
+        Texts(9, tokens).check([long])
