@@ -107,10 +107,10 @@ class Captioned(Rows):
 
     def take(self, numbers: np.ndarray) -> Example:
         drawn = []
-        for number in map(int, numbers):
+        for number in np.asarray(numbers).tolist():
             choices = self._choices[number % len(self)]
             random = np.random.default_rng((*self._key, number))
-            drawn.append(choices[random.integers(len(choices))])
+            drawn.append(choices[int(random.integers(len(choices)))])
         return self._source.take(np.asarray(numbers)) | {"tokens": self._texts.encode(drawn)}
 
 
@@ -148,6 +148,7 @@ def load(
     label_column: str = "label",
     caption_column: str = "",
     seed: int = 0,
+    center_crop: bool = False,
     texts: Texts | None = None,
 ) -> Dataset:
     """Loads pictures as `data.images.load` does, with captions of at most max_positions tokens.
@@ -163,22 +164,26 @@ def load(
     if found is None:
         data = images.load(
             dataset, image_size, channels, labels, mean, std, resample, crop, flip, image_column,
-            label_column, seed,
+            label_column, seed, center_crop,
         )  # fmt: skip
         names = data.config["labels"]
         by_class = [captions(name) for name in names]
         class_tokens(names, texts)
-        choices = [[by_class[i] for i in part.label_N] for part in (data.train, data.held_out)]
+        parts: list[Any] = [data.train, data.held_out]
+        choices = [[by_class[i] for i in part.label_N] for part in parts]
         notes = ()
     else:
-        form = images.Form(image_size, channels or _channels(found[0], dataset), resample)
+        channels = channels or _channels(found[0], dataset)
+        form = images.Form(image_size, channels, resample, center_crop)
         keep = images.fits_in_memory(sum(map(len, found)), form)
-        parts = []
+        loaded = []
         for pairs in found:
             pixels: Any = Encoded(pairs, dataset, form)
             pixels = images.taken(pixels, range(len(pairs))) if keep else pixels
-            parts.append(images.Part(pixels, np.zeros(len(pairs), np.int32)))
-        data = images.normalized(*parts, form, mean, std, images.Augment(crop, flip, seed))
+            loaded.append(images.Part(pixels, np.zeros(len(pairs), np.int32)))
+        train, test = loaded
+        augment = images.Augment(crop, flip, seed)
+        data = images.normalized(train, test, form, mean, std, augment)
         data.config["labels"] = ()
         data.facts.update(dataset=dataset, fingerprint=_fingerprint(found, form))
         choices = [[pair.captions for pair in pairs] for pairs in found]
@@ -208,7 +213,7 @@ def _channels(pairs: list[image_text.Pair], dataset: str) -> int:
 
 def _fingerprint(found: image_text.Pairs, form: images.Form) -> str:
     """SHA-256 of the form, names and sizes of pictures, and captions."""
-    digest = hashlib.sha256(repr(form).encode())
+    digest = hashlib.sha256(repr(form.key).encode())
     for pairs in found:
         for pair in pairs:
             digest.update(repr((pair.name, pair.place.size, pair.captions)).encode())

@@ -36,6 +36,12 @@ class Form(NamedTuple):
     size: int
     channels: int  # 1 (grey) or 3 (RGB); 0: as the pictures have
     resample: str = "bilinear"  # filter to resize with, one of FILTERS
+    center_crop: bool = False  # cut to a square, instead of stretched
+
+    @property
+    def key(self) -> tuple:
+        """What fingerprints have of it."""
+        return self if self.center_crop else self[:3]
 
 
 class Augment(NamedTuple):
@@ -100,7 +106,7 @@ def fits_in_memory(count: int, form: Form) -> bool:
     return count * form.size**2 * form.channels <= IN_MEMORY
 
 
-def taken(pixels: Sequence[np.ndarray] | np.ndarray, numbers: Sequence[int]) -> np.ndarray:
+def taken(pixels: Sequence[np.ndarray] | np.ndarray, numbers: Any) -> np.ndarray:
     """Some pictures, [N, W, W, C]; those in files are decoded by threads."""
     if isinstance(pixels, np.ndarray):
         return pixels[numbers]
@@ -127,6 +133,7 @@ def load(
     image_column: str = "image",
     label_column: str = "label",
     seed: int = 0,
+    center_crop: bool = False,
 ) -> Dataset:
     """Loads pictures of image_size × image_size pixels.
 
@@ -139,11 +146,12 @@ def load(
       crop: crops training pictures at random, after repeating their edges by an eighth on each side.
       flip: mirrors half of the training pictures, left to right.
       seed: seed of the crops and flips.
+      center_crop: cuts pictures to a square, instead of stretching them.
 
     Raises DataError if there is no such dataset, or its pictures can't be used.
     """
     path = buckets.local(dataset, f"--dataset={dataset}")
-    form = Form(image_size, channels, resample)
+    form = Form(image_size, channels, resample, center_crop)
     shown = path.is_dir() and [e for e in path.iterdir() if not buckets.is_hidden(e.name)]
     if path.is_dir() and (not shown or any(entry.is_dir() for entry in shown)):
         names, form, train, test = _folder(path, dataset, form)
@@ -203,7 +211,7 @@ def normalized(
 
 def _fingerprint(names: Sequence[str], form: Form, parts: Iterable[Files | np.ndarray]) -> str:
     """SHA-256 of classes, form, pixels and labels; of pictures in files, names and sizes instead."""
-    digest = hashlib.sha256(repr((names, *form)).encode())
+    digest = hashlib.sha256(repr((names, *form.key)).encode())
     for part in parts:
         if isinstance(part, Files):
             sizes = [(str(file), file.stat().st_size) for file in part.paths]
@@ -372,6 +380,12 @@ def resized(picture: PIL.Image.Image, form: Form) -> np.ndarray:
         picture = picture.convert("RGBA")
     mode = "L" if form.channels == 1 else "RGB"
     picture = picture if picture.mode == mode else picture.convert(mode)
+    if form.center_crop:  # as transformers does
+        shortest = min(picture.size)
+        width, height = (int(size * side / shortest) for side in picture.size)
+        picture = picture.resize((width, height), FILTERS[form.resample])
+        left, top = (width - size) // 2, (height - size) // 2
+        picture = picture.crop((left, top, left + size, top + size))
     if picture.size != (size, size):
         picture = picture.resize((size, size), FILTERS[form.resample])
     return np.asarray(picture).reshape(size, size, form.channels)

@@ -31,7 +31,8 @@ from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.sharding import constrain
-from zoo.siglip import SIZES, Config, Siglip
+from zoo.siglip import Config, Siglip
+from zoo.sizes import SIGLIP as SIZES
 
 LOCAL = (
     "warning: --pairs=local compares the pairs of each device alone: another loss on each mesh, with "
@@ -57,11 +58,11 @@ def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> N
             f"the model has {config.vocab_size} tokens, and its tokenizer {tokenizer.size}; use files "
             "that belong together"
         )
-    texts = Texts(config.max_positions, tokenizer)
+    texts = Texts(config.max_positions, tokenizer, end=config.clip)
     inputs = {name: getattr(config, name) for name in INPUTS} if folder.start else {}
     pairs = captions.load(
         **dataclasses.asdict(data), **inputs, seed=run.seed, image_size=config.image_size,
-        max_positions=config.max_positions, texts=texts,
+        max_positions=config.max_positions, center_crop=config.center_crop, texts=texts,
     )  # fmt: skip
 
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
@@ -128,7 +129,7 @@ def retrieval(model, batch: Tree) -> Tree:
     return nearest(model, batch, text_BD, jnp.arange(len(text_BD)), is_pair_B)
 
 
-def nearest(model, batch: Tree, text_KD, own_B, is_candidate_K=True) -> Tree:
+def nearest(model, batch: Tree, text_KD, own_B, is_candidate_K: Any = True) -> Tree:
     """How many images are nearest to their own text, of number `own_B` among the candidates."""
     image_BD = constrain(model.embed_images(batch["image"]), "batch", None)
     score_BK = jnp.where(is_candidate_K, image_BD @ text_KD.T, -2.0)  # below any cosine
