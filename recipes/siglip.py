@@ -19,10 +19,17 @@ from data.captions import Texts
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
-from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
+from recipes.common.config_flags import (
+    ENCODER,
+    check_set,
+    check_vocabulary,
+    configure,
+    describe_set,
+    model_flags,
+)
 from recipes.common.pictures import INPUTS, CaptionedPictures
 from recipes.common.report.plan import plan
-from recipes.common.runtime import Run, UserError, make_mesh, print0
+from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.train.flags import Training
@@ -53,11 +60,7 @@ def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> N
     else:
         config = SIZES[flags.size or "small"]()
     config = configure(config, flags, mesh.devices.flat[0])
-    if config.vocab_size < tokenizer.size:
-        raise UserError(
-            f"the model has {config.vocab_size} tokens, and its tokenizer {tokenizer.size}; use files "
-            "that belong together"
-        )
+    check_vocabulary(config.vocab_size, tokenizer.size)
     texts = Texts(config.max_positions, tokenizer, end=config.clip)
     inputs = {name: getattr(config, name) for name in INPUTS} if folder.start else {}
     pairs = captions.load(

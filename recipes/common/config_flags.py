@@ -370,6 +370,15 @@ def check_set(flags: Any, decided: Iterable[str]) -> None:
             raise UserError(f"--set={text}: the data decides {name}; leave it out")
 
 
+def check_vocabulary(vocab_size: int, tokens: int) -> None:
+    """Raises UserError if a table of embeddings is smaller than its tokenizer."""
+    if vocab_size < tokens:
+        raise UserError(
+            f"vocab_size={vocab_size} is less than the {tokens} tokens of the tokenizer; use "
+            f"--set=vocab_size={tokens}, or leave it out"
+        )
+
+
 def describe_set(flags: Any) -> list[str]:
     """A line of the report about --set, if it is given."""
     return [f"set: {', '.join(flags.set)}"] if flags.set else []

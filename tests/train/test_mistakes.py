@@ -217,6 +217,7 @@ SMALL_ROWS = [  # of the other recipes, which have the same code behind most fla
     ("vit", ["--dataset={here}/pets"], "--dataset={here}/pets: {here}/pets/cat/1.png is not a readable picture; replace or remove it"),
     ("vit", ["--dataset={here}/single"], "--dataset={here}/single has no pictures (.png, .jpg, .jpeg) in {here}/single/cat; add some"),
     ("siglip", ["--pairs=all"], "pairs='all' is not one of gather, ring, local; use other flags of the model"),
+    ("siglip", ["--set=vocab_size=256"], "vocab_size=256 is less than the 257 tokens of the tokenizer; use --set=vocab_size=257, or leave it out"),
     ("siglip", ["--set=max_positions=8"], "the caption 'the digit zero' has 14 bytes, and the model reads 8; use --set=max_positions=14, or shorter names of classes"),
     ("bert", ["--mask_rate=1.5"], "--mask_rate=1.5 must be at most 1.0"),
     ("vit", ["--patch=3"], "image_size 8 is not divisible by 3; use other flags of the model"),

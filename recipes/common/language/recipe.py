@@ -7,7 +7,7 @@ from typing import Any
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, contexts, entries
 from recipes.common.checkpoint import Source, flags_of, open_run
-from recipes.common.config_flags import configure, describe_set
+from recipes.common.config_flags import check_vocabulary, configure, describe_set
 from recipes.common.language.flags import Text, Training
 from recipes.common.language.sample import Sample
 from recipes.common.report import flops, kernel
@@ -133,11 +133,7 @@ def model_config(
         if tokenizer.files:  # bytes use the size's own vocabulary
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
     config = configure(config, flags, device)
-    if config.vocab_size < tokenizer.size:
-        raise UserError(
-            f"vocab_size={config.vocab_size} is less than the {tokenizer.size} tokens of the "
-            f"tokenizer; use --set=vocab_size={tokenizer.size}, or leave it out"
-        )
+    check_vocabulary(config.vocab_size, tokenizer.size)
     return config
 
 

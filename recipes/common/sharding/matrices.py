@@ -12,12 +12,12 @@ ITERATIONS = 5  # of Newton-Schulz, each of three products
 def matrix_sides(axes: tuple[str, ...], in_use: dict[str, str]) -> list[list[int]]:
     """The dims of a hidden matrix's rows and columns; [] for other parameters.
 
-    One side of a hidden matrix is the dim of the residual stream (an axis in IN_USE) or an adapter's
+    One side of a hidden matrix is the dim of the residual stream (an axis in `in_use`) or an adapter's
     rank; the other dims are the other side: q [D, N, H] is a D × N·H matrix, o [N, H, D] N·H × D.
 
     Args:
       axes: the parameter's logical axes.
-      in_use: the zoo file's IN_USE.
+      in_use: of the model's AxisNames.
     """
     dims = [dim for dim, axis in enumerate(axes) if axis not in MATRIX_STACKS]
     sides = {*RANKS} & {*axes} or {*in_use}
