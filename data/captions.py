@@ -25,8 +25,10 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 PADDING = 0  # behind a caption of bytes
 
 
-def captions(name: str) -> list[str]:
-    """All captions of a class."""
+def captions(name: str, templates: Sequence[str] = ()) -> list[str]:
+    """All captions of a class, in which it stands for {}; without templates, the built-in ones."""
+    if templates:
+        return [template.replace("{}", name.replace("_", " ")) for template in templates]
     if name in map(str, range(10)):
         return [template.format(DIGITS[int(name)]) for template in TEMPLATES]
     return [template.format(name.replace("_", " ")) for template in OF_ANYTHING]
@@ -83,11 +85,14 @@ class Texts:
         return rows
 
 
-def class_tokens(names: Sequence[str], texts: Texts) -> list[np.ndarray]:
+def class_tokens(
+    names: Sequence[str], texts: Texts, templates: Sequence[str] = ()
+) -> list[np.ndarray]:
     """The captions of each class, int32 [number of captions, T]. Raises DataError."""
-    for name in names:
-        texts.check(captions(name))
-    return [texts.encode(captions(name)) for name in names]
+    by_class = [captions(name, templates) for name in names]
+    for of_class in by_class:
+        texts.check(of_class)
+    return [texts.encode(of_class) for of_class in by_class]
 
 
 class Captioned(Rows):

@@ -8,16 +8,12 @@ Running the same command again resumes; --help lists the flags.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
-
-import jax.numpy as jnp
-import numpy as np
 
 from data import captions
 from data.captions import Texts
 from data.tokenizer import BYTES
-from recipes.common import checkpoint
+from recipes.common import checkpoint, zero_shot
 from recipes.common.checkpoint import open_run
 from recipes.common.config_flags import (
     ENCODER,
@@ -31,13 +27,12 @@ from recipes.common.pictures import INPUTS, CaptionedPictures
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
-from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.sharding import make_layout
 from recipes.common.train.flags import Training
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.sharding import constrain
 from zoo.siglip import Config, Siglip
 from zoo.sizes import SIGLIP as SIZES
 
@@ -91,7 +86,8 @@ def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> N
         microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
         offload=training.offload,
     )  # fmt: skip
-    extra = zero_shot(config, layout, texts) if config.labels else retrieval
+    classes = zero_shot.Classes(config.labels, texts) if config.labels else None
+    extra = zero_shot.accuracy(classes, layout) if classes else zero_shot.retrieval
     _, log, metrics = fit(run, folder, step, pairs, tokenizer, extra=extra)
 
     # ---- What it has learned: pictures are classified by captions alone, or find their own -------
@@ -104,41 +100,6 @@ def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> N
     print0(f"{found} {right / count:.4f}: {right:.0f} of {count:.0f} held-out images {among}; "
            f"loss {nats / count:.4f} nats.")  # fmt: skip
     finish(folder, layout, log)
-
-
-def zero_shot(config: Config, layout: Layout, texts: Texts) -> Callable[..., Tree]:
-    """An extra sum for `fit`: images whose own class has the nearest captions."""
-    by_class = captions.class_tokens(config.labels, texts)
-    tokens_MT = np.concatenate(by_class)
-    share_MK = np.zeros((len(tokens_MT), len(by_class)), np.float32)
-    first = 0
-    for k, tokens in enumerate(by_class):
-        share_MK[first : first + len(tokens), k] = 1 / len(tokens)
-        first += len(tokens)
-    padding = ((0, -len(tokens_MT) % layout.batch_shards), (0, 0))  # rows that no class has
-    tokens_MT, share_MK = np.pad(tokens_MT, padding), np.pad(share_MK, padding)
-
-    def count(model, batch: Tree) -> Tree:
-        text_MD = constrain(model.embed_texts(jnp.asarray(tokens_MT)), None, None)
-        return nearest(model, batch, jnp.asarray(share_MK).T @ text_MD, batch["label"])
-
-    return count
-
-
-def retrieval(model, batch: Tree) -> Tree:
-    """An extra sum for `fit`: images whose own caption is the nearest of the batch's."""
-    text_BD = constrain(model.embed_texts(batch["tokens"]), None, None)
-    is_pair_B = constrain(batch["label"], None) >= 0
-    return nearest(model, batch, text_BD, jnp.arange(len(text_BD)), is_pair_B)
-
-
-def nearest(model, batch: Tree, text_KD, own_B, is_candidate_K: Any = True) -> Tree:
-    """How many images are nearest to their own text, of number `own_B` among the candidates."""
-    image_BD = constrain(model.embed_images(batch["image"]), "batch", None)
-    score_BK = jnp.where(is_candidate_K, image_BD @ text_KD.T, -2.0)  # below any cosine
-    counted_B = constrain(batch["label"], "batch") >= 0
-    right_B = (score_BK.argmax(axis=1) == constrain(own_B, "batch")) & counted_B
-    return {"accuracy": (right_B.sum().astype(jnp.float32), counted_B.sum().astype(jnp.float32))}
 
 
 if __name__ == "__main__":
