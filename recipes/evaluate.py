@@ -20,12 +20,7 @@ from data.batches import Dataset
 from data.captions import Texts
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries, zero_shot
-from recipes.common.config_flags import (
-    Settings,
-    default_dtype,
-    describe_set,
-    read_set,
-)
+from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.entries import ENTRIES
 from recipes.common.int8_weights import to_int8, weights_flag
 from recipes.common.report import kernel, report
