@@ -255,14 +255,16 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def further_turns(run_turn, route: Route, x_ND, weight_NJ, weights) -> Any:
-    """The sum of all turns but the first; saves no more than its inputs."""
+    """The sum of all turns but the first, added in float32; saves no more than its inputs."""
 
     def add_turn(carry):
         turn, sum_ND = carry
-        return turn + 1, sum_ND + run_turn(turn, route, x_ND, weight_NJ, weights)
+        out_ND = run_turn(turn, route, x_ND, weight_NJ, weights)
+        return turn + 1, sum_ND + out_ND.astype(jnp.float32)
 
-    (zero_ND,) = varying(varying_axes(x_ND), jnp.zeros_like(x_ND))
-    return jax.lax.while_loop(lambda carry: carry[0] < route.turns, add_turn, (1, zero_ND))[1]
+    (zero_ND,) = varying(varying_axes(x_ND), jnp.zeros(x_ND.shape))
+    sums = jax.lax.while_loop(lambda carry: carry[0] < route.turns, add_turn, (1, zero_ND))
+    return sums[1].astype(x_ND.dtype)
 
 
 def _turns_backward(run_turn, saved, grad_ND):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Positions, stripe
-from .dispatch import Choice, LocalExperts, by_capacity, dropless
-from .layers import gather, multiply
+from .dispatch import Choice, LocalExperts, by_capacity, dropless, varying, varying_axes
+from .layers import WideWeight, gather, multiply
 from .sharding import auto, constrain, mesh_axes, param, per_device, reshape, zeros
 from .stack import REMAT_POLICIES
 
@@ -231,7 +231,8 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
         raise ValueError(f"the rules split experts over {over}, but not the batch")
     axes = [w.out_sharding[-w[...].ndim :] for w in weights]  # in a scan, without that of layers
     axes = [tuple(n if n in ("expert", "mlp") else None for n in names) for names in axes]
-    operands = [w[...].astype(x_BTD.dtype) for w in weights]
+    is_wide = isinstance(weights[0], WideWeight)
+    operands = [w[...] if is_wide else w[...].astype(x_BTD.dtype) for w in weights]
     if config.matmul:
         from .low_precision import of_experts
 
@@ -242,6 +243,9 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
     choice, *more = route(x_BTD, positions.counted_BT, slots)
 
     def compute(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
+        if is_wide:  # devices add up gradients before this cast's transpose
+            weights = varying(varying_axes(x_BTD), *weights)
+            weights = tuple(w.astype(x_BTD.dtype) for w in weights)
         experts = LocalExperts(expert, weights, E, split, sums_gradients=bool(config.matmul))
         choice = Choice(expert_BTJ, weight_BTJ, place_BTJ)
         if capacity is None:

@@ -38,7 +38,7 @@ from .sharding import (
 )  # fmt: skip
 from .strategies import DECODER, encoder_rules
 from .towers import Tower, image_and_text
-from .vocabulary import look_up, table_copies
+from .vocabulary import copies_in_use, look_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Siglip(nnx.Module):
     def embed_texts(self, tokens_BT) -> jax.Array:
         """Embeddings of texts, [B, E], float32, of length 1. Padding is a token like others."""
         check_rules(AXES.logical_axes)
-        x_BTD = look_up(table_copies(self.words, self.config.dtype), tokens_BT)
+        x_BTD = look_up(copies_in_use(self.words, self.config), tokens_BT)
         x_BTD = self.text(self._add_positions(x_BTD, self.text_positions))
         x_BD = x_BTD[:, -1]
         if self.config.clip:

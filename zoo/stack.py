@@ -87,7 +87,7 @@ def scan_layers(
       of each stack).
     """
     if shards("layers") > 1:
-        raise ValueError("the rules split the layers into stages, which only `loss` runs")
+        raise ValueError("the rules split the layers into stages, which can't generate")
     offloads = remat is REMAT_POLICIES["offload"]
 
     def run_layer(x, layer, kind):
@@ -103,11 +103,16 @@ def scan_layers(
 
 
 def layer_in_use(layer, names: dict[str, str], config):
-    """`in_use` for a layer; its weights then multiply in the format of config.matmul.
+    """`in_use` for a layer; its weights then multiply in the format of config.matmul, and devices add
+    their gradients in config.reduce_dtype.
 
     Args:
       names: a weight's logical axis at rest → its name in use.
     """
+    if config.reduce_dtype:
+        from .float32_sums import wide_in_use
+
+        return wide_in_use(layer, names, config.dtype)
     used = in_use(layer, names, config.dtype)
     if not config.matmul:
         return used

@@ -67,6 +67,7 @@ class Config:
     dtype: str = "float32"  # dtype of activations and matmuls; parameters, norms and loss: float32
     matmul: str = ""  # format of the layers' matmuls: "int8" or "fp8", with scales; "": dtype
     matmul_backward: str = ""  # format of these matmuls' gradients: "bfloat16"; "": as matmul
+    reduce_dtype: str = ""  # in which devices add gradients of weights: "float32"; "": dtype
     remat: str = "full"  # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
     unroll: int = 1  # layers per scan iteration; unrolling all: faster, slower to compile
     # How pictures become inputs: saved with the model and read by data pipelines.
@@ -90,6 +91,10 @@ class Config:
                 raise ValueError(f"{name} {whole} is not divisible by {part}")
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"remat {self.remat!r} is not one of {', '.join(REMAT_POLICIES)}")
+        if self.reduce_dtype and self.matmul:
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype} is for matmuls in dtype, and matmul={self.matmul}"
+            )
         known = type(self).lora_targets
         for name in self.lora_targets:
             if name not in known:

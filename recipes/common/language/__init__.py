@@ -5,6 +5,7 @@ from recipes.common.language.flags import Text, Training
 from recipes.common.language.recipe import (
     check_stages,
     fine_tuning,
+    for_another_loss,
     main,
     model_config,
     stages,

@@ -148,6 +148,15 @@ def check_heads(layout: Layout) -> None:
         )
 
 
+def for_another_loss(config: Any) -> Any:
+    """The config of a model whose outputs a recipe compares before it has a loss.
+
+    The head for the second-next token is left out, and stages run all microbatches forward first.
+    """
+    changes = {"pipeline": "gpipe"} | ({"mtp_depth": 0} if "mtp_depth" in vars(config) else {})
+    return dataclasses.replace(config, **changes)
+
+
 def check_stages(layout: Layout, accumulate: int) -> None:
     """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
     config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)

@@ -117,6 +117,7 @@ class Shape:
     remat: str | None = None
     matmul: str | None = None
     matmul_backward: str | None = None
+    reduce_dtype: str | None = None
     remats: tuple[str, ...] = ()  # values of remat that a plan may choose
     adapters: bool = False  # whether all other weights are frozen
 
@@ -204,6 +205,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         remat=_stated(config, "remat"),
         matmul=_stated(config, "matmul"),
         matmul_backward=_stated(config, "matmul_backward"),
+        reduce_dtype=_stated(config, "reduce_dtype"),
         remats=tuple(_stated(config, "REMAT") or ()) if vocab_size else (),
         adapters="base" in model.shapes,
     )

@@ -1,7 +1,7 @@
 """Bytes that a train step must send if each matmul runs where the sharding rules put it.
 
 Weights and activations are in the compute dtype, and gradients too, except those of pipeline
-stages, which are in float32. In low precision, a layer's weights have a byte for each number; their
+stages and with reduce_dtype, which are in float32. In low precision, a layer's weights have a byte for each number; their
 scales, a thousandth of that, are not counted, nor is what `_sp` rules save. Over a ring of n
 devices, an all-gather or a reduce-scatter sends (n - 1) / n of the whole array, and an all-reduce
 twice that. Transfers that remat repeats are not counted, except gathers of weights, attention's
@@ -155,7 +155,7 @@ def of_each_weight(
     dtype = compute_bytes(layout)
     keeps_weights = layout.shape.remat in (None, "none")
     gathers = 1 if stacked or keeps_weights else 2
-    width = 4 if stacked else dtype
+    width = 4 if stacked or layout.shape.reduce_dtype else dtype
     once = repeats and not stacked
     with layout.trace():
         tpu = repeats and device().platform == "tpu"
