@@ -186,7 +186,7 @@ class Layer(nnx.Module):
             gelu = functools.partial(jax.nn.gelu, approximate=False)
             self.mlp = GatedMLP(config, activation=gelu, rngs=rngs)
         else:
-            self.mlp = GeluMLP(config, approximate=False, rngs=rngs)
+            self.mlp = GeluMLP(config, activation="exact", rngs=rngs)
         self.norms_first = config.modern
 
     def __call__(self, x_BTD, positions, kind, past=None):

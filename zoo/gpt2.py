@@ -112,7 +112,7 @@ class Layer(nnx.Module):
         self.attention_norm = norm()
         self.attention = Attention(config, biases=("q", "k", "v", "o"), rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = GeluMLP(config, approximate=True, rngs=rngs)
+        self.mlp = GeluMLP(config, activation="tanh", rngs=rngs)
 
     def __call__(self, x_BTD, positions, kind, past=None):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
