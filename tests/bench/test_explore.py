@@ -178,7 +178,7 @@ def slices(mesh: str, spec, shape) -> list | None:
 def test_the_page_shows_what_python_computes(browse):
     """Bytes, memory, specs and each device's slices."""
     text = page()
-    chosen = random.Random(0).sample([*every_choice(data(text))], 160)
+    chosen = random.Random(0).sample([*every_choice(data(text))], 80)
     divisible = 0
     for choice, figures in zip(
         chosen, browse(text, f"{json.dumps(chosen)}.map(figures)"), strict=True
@@ -201,7 +201,7 @@ def test_the_page_shows_what_python_computes(browse):
                 shown = figures["arrays"][path][how]
                 assert shown["spec"] == array["spec"], (choice, path, how)
                 assert array["slices"] in (None, shown["slices"]), (choice, path, how)
-    assert divisible > 60
+    assert divisible > 30
 
 
 @pytest.mark.full
