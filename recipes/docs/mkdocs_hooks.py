@@ -54,6 +54,8 @@ REFERENCE = {  # page → what it documents, from docstrings
 }
 COMMANDS = {"hf": [["import"], ["export"]]}  # commands that need a word
 TITLES = {"models": "Models", "zoo": "Parts of models", "recipes": "Functions of recipes"}
+SOURCE_PAGE = "---\nsearch:\n  exclude: true\n---\n\n# {}\n"
+SOURCES: dict[str, str] = {}  # page → the text of its file, in HTML
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 
 
@@ -69,8 +71,9 @@ def on_files(files: Files, config) -> Files:
             continue
         if pathlib.Path(path).suffix in COPIED:
             site.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
-        elif source := source_page(path):
-            page = File.generated(config, f"{path}.md", content=source)
+        elif source := highlighted(path):
+            page = File.generated(config, f"{path}.md", content=SOURCE_PAGE.format(path))
+            SOURCES[page.src_uri] = source
             page.dest_uri = f"{path}/index.html"  # the explorer links to zoo/FILE.py#L12
             site.append(page)
     for page, names in REFERENCE.items():
@@ -104,8 +107,13 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     return LINK.sub(to_page, markdown)
 
 
-def source_page(path: str) -> str:
-    """A page with a file's text, highlighted; empty for files that are not text."""
+def on_page_content(html: str, page, **_) -> str:
+    """Adds a file's text to its page, without a Markdown parser's work on all its lines."""
+    return html + SOURCES.get(page.file.src_uri, "")
+
+
+def highlighted(path: str) -> str:
+    """A file's text in HTML; empty for files that are not text."""
     try:
         lexer = get_lexer_for_filename(path)
         text = (ROOT / path).read_text()
@@ -114,8 +122,7 @@ def source_page(path: str) -> str:
     html = highlight(
         text, lexer, HtmlFormatter(linenos="inline", linespans="L", cssclass="highlight")
     )
-    html = re.sub(r'id="L-(\d+)"', r'id="L\1"', html).replace("\n\n", "\n<!-- -->\n")
-    return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n{html}"
+    return re.sub(r'id="L-(\d+)"', r'id="L\1"', html)
 
 
 @functools.cache
