@@ -513,6 +513,7 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
 # ---- the choice ----------------------------------------------------------------------------------
 
 
+@functools.cache
 def on(platform: str, kind: str) -> Layout:
     """Layout of the tiny model on 4x2 devices of this kind, which need not exist."""
     mesh = AbstractMesh(
