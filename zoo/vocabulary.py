@@ -116,7 +116,7 @@ def _add_rows(saved, grad_MD):
     table_VD, tokens_M = saved
     V, M = len(table_VD), len(tokens_M)
     grad_MD = grad_MD.astype(jnp.float32)
-    if table_VD.dtype == jnp.float32 or V <= M:
+    if table_VD.dtype == jnp.float32 or V // shards("vocab") <= M:
         sums_VD = jnp.zeros(table_VD.shape, jnp.float32).at[tokens_M].add(grad_MD)
         return sums_VD.astype(table_VD.dtype), None
     # Sums in float32 of the tokens that occur, where they occur first, need less memory than a table.
