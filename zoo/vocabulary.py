@@ -114,9 +114,20 @@ def _rows(table_VD, tokens_M):
 
 def _add_rows(saved, grad_MD):
     table_VD, tokens_M = saved
-    sums_VD = jnp.zeros(table_VD.shape, jnp.float32)
-    sums_VD = sums_VD.at[tokens_M].add(grad_MD.astype(jnp.float32))
-    return sums_VD.astype(table_VD.dtype), None
+    V, M = len(table_VD), len(tokens_M)
+    grad_MD = grad_MD.astype(jnp.float32)
+    if table_VD.dtype == jnp.float32 or V // shards("vocab") <= M:
+        sums_VD = jnp.zeros(table_VD.shape, jnp.float32).at[tokens_M].add(grad_MD)
+        return sums_VD.astype(table_VD.dtype), None
+    # Sums in float32 of the tokens that occur, where they occur first, need less memory than a table.
+    number_M = jnp.arange(M)
+    first_V = jnp.full(V, M).at[tokens_M].min(number_M)
+    first_M = first_V[tokens_M]
+    sums_MD = jnp.zeros(grad_MD.shape, jnp.float32).at[first_M].add(grad_MD)
+    row_M = jnp.where(first_M == number_M, tokens_M, V + number_M)  # beyond the table: dropped
+    rows_MD = sums_MD.astype(table_VD.dtype)
+    sums_VD = jnp.zeros_like(table_VD).at[row_M].add(rows_MD, mode="drop", unique_indices=True)
+    return sums_VD, None
 
 
 _rows.defvjp(lambda *saved: (_rows(*saved), saved), _add_rows)

@@ -241,12 +241,13 @@ def rounded(x) -> jax.Array:
     return jnp.asarray(x, jnp.float32).astype(jnp.bfloat16)
 
 
-def test_a_token_may_occur_thousands_of_times():
+@pytest.mark.parametrize("size", [8, 2**15 + 8])  # fewer rows of a table than tokens, and more
+def test_a_token_may_occur_thousands_of_times(size):
     tokens_BT = np.arange(2**15).reshape(64, 512) % 7 * (np.arange(512) % 4 > 0)
-    table_RVD = rounded(np.ones((1, 8, 16)))
+    table_RVD = rounded(np.ones((1, size, 16)))
     grad_BTD = rounded(np.random.default_rng(0).normal(1, 1, (64, 512, 16)))
     _, pull = jax.vjp(lambda table: vocabulary.look_up(table, jnp.asarray(tokens_BT)), table_RVD)
-    exact_VD = np.zeros((8, 16))
+    exact_VD = np.zeros((size, 16))
     np.add.at(exact_VD, tokens_BT, np.asarray(grad_BTD, np.float64))
     assert difference(np.asarray(pull(grad_BTD)[0], np.float64)[0], exact_VD) < EXACT
 
