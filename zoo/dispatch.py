@@ -217,20 +217,21 @@ def exchanges(devices: int, choices: int, load_limit: float = 0.0) -> bool:
     return choices < devices or (load_limit > 0 and devices > 1)
 
 
-def take_turns(expert_NJ, experts: int, axes: tuple[str, ...], load_limit: float):
-    """Each choice's device and the turn in which that computes it, and how many it has of each source.
+def take_turns(expert_NJ, here: int, axes: tuple[str, ...], load_limit: float):
+    """The turn in which each choice is computed, on the device of its expert.
 
-    Turns follow the order of devices and rows. A row's choices on one device have the same turn.
+    Devices take choices in the order of source devices and rows. Those of a row on one device have
+    the same turn.
 
     Args:
-      experts: of a device.
+      here: experts of a device.
 
-    Returns: (device_NJ, turn_NJ, counts [P, P] by source and target, choices of a turn).
+    Returns: (device_NJ, turn_NJ, counts of choices [P, P] by source and target, choices of a turn).
     """
     N, J = expert_NJ.shape
     P = count_devices(axes)
     room = min(math.ceil((load_limit or ROOM) * N * J), P * N * J)
-    device_NJ = expert_NJ // experts
+    device_NJ = expert_NJ // here
     taken_NP = (device_NJ[..., None] == jnp.arange(P)[None, None]).sum(axis=1)
     taken_PP = jax.lax.all_gather(taken_NP.sum(axis=0), axes)
     first_NP = before(taken_PP)[jax.lax.axis_index(axes)][None] + before(taken_NP)
@@ -238,15 +239,19 @@ def take_turns(expert_NJ, experts: int, axes: tuple[str, ...], load_limit: float
     return device_NJ, turn_NJ, taken_PP, room
 
 
-def over_limit(expert_BTJ, experts: int, axes: tuple[str, ...], load_limit: float) -> jax.Array:
-    """Whether `dropless` drops a choice: its device computes one turn alone. Runs on one device.
+def over_limit(expert_BTJ, number: int, axes: tuple[str, ...], load_limit: float) -> jax.Array:
+    """Whether `dropless` drops a choice, because a device computes a single turn: [B, T, J].
 
-    No output depends on later positions of its row, but those of a batch's last rows are dropped first.
+    Runs on one device. No output depends on later positions of its row; a batch's last rows are
+    dropped first.
+
+    Args:
+      number: E, of all devices.
     """
     if not exchanges(count_devices(axes), expert_BTJ.shape[-1], load_limit):
         return jnp.zeros(expert_BTJ.shape, bool)
     expert_NJ = expert_BTJ.reshape(-1, expert_BTJ.shape[-1])
-    turn_NJ = take_turns(expert_NJ, experts // count_devices(axes), axes, load_limit)[1]
+    turn_NJ = take_turns(expert_NJ, number // count_devices(axes), axes, load_limit)[1]
     return (turn_NJ > 0).reshape(expert_BTJ.shape)
 
 

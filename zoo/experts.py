@@ -318,7 +318,7 @@ def choose(
     expert_BTJ, weight_BTJ, place_BTJ = (jnp.stack(x, -1) for x in (expert, weight, place))
     if load_limit:
         is_over = functools.partial(
-            over_limit, experts=E, axes=mesh_axes("expert", manual=True), load_limit=load_limit
+            over_limit, number=E, axes=mesh_axes("expert", manual=True), load_limit=load_limit
         )
         over_BTJ = per_device(is_over, [expert_BTJ], [("batch", "seq", None)])
         place_BTJ = jnp.where(over_BTJ, slots, place_BTJ)

@@ -265,8 +265,9 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
     held = variables(entry_name, layout).values()
     gathered = {_dims(variable.use) for variable in held if variable.rest != variable.use}
     gathered |= {_whole(variable) for variable in held if variable.state != variable.rest}
-    reduced = {_dims(variable.use) for variable in held}
-    scattered = {_dims(variable.rest) for variable in held if "expert_embed" in variable.axes}
+    gathered_later = [v for v in held if "expert_embed" in v.axes and v.rest != v.use]  # of experts
+    scattered = {_dims(variable.rest) for variable in gathered_later}
+    reduced = {_dims(variable.use) for variable in held if variable not in gathered_later}
     rows, whole = activations(entry_name, layout)
     experts = layout.shape.trained_experts
     loads = [(shape.number,) for shape, _ in experts]  # of each expert, metrics
