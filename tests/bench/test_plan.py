@@ -262,6 +262,16 @@ def test_zero1_gathers_updates_in_float32_by_hand():
     assert sent["updates"].bytes == pytest.approx(4 * 7 / 8 * matrices)
 
 
+def test_reduce_dtype_doubles_the_bytes_of_gradients_alone():
+    mesh = abstract_mesh({"data": 8}, parse_devices("h100:8"))
+    sent = []
+    for reduce_dtype in ("", "float32"):
+        config = dataclasses.replace(Config.tiny(), dtype="bfloat16", reduce_dtype=reduce_dtype)
+        layout = make_layout(Transformer, config, mesh, "fsdp", batch_size=16, seq_len=64)
+        sent.append({x.purpose: x.bytes for x in transfers(layout)})
+    assert sent[1] == sent[0] | {"gradients": 2 * sent[0]["gradients"]}
+
+
 def test_stages_are_ruled_out_for_a_model_with_a_head_after_the_last():
     devices = parse_devices("h100:8")
     for depth, wanted in ((0, ""), (1, "stages")):

@@ -422,16 +422,34 @@ def test_rounds_that_do_not_fit(changes, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("method", ["__call__", "prefill"])
-def test_only_the_loss_runs_in_stages(method):
+def test_logits_in_stages():
+    """As on one device, of packed rows too."""
+
+    def logits(mesh: str, strategy: str):
+        layout = layout_of("transformer", deep("transformer"), mesh, strategy)
+        variables = random_variables(layout)
+        rows = jax.device_put(batch(), layout.batch_shardings(batch()))
+
+        def run(variables, tokens, segment_ids):
+            return layout.model.merge(variables)(tokens, segment_ids)
+
+        given = (variables, rows["tokens"], rows["segment_ids"])
+        return np.asarray(layout.compile(run, *given, compiler_options=QUICK)(*given))
+
+    want = logits("1x1", "dp")
+    np.testing.assert_allclose(
+        logits("data=2,pipe=4", "fsdp_pp"), want, atol=2e-5 * np.abs(want).max()
+    )
+
+
+def test_generation_needs_all_layers():
     layout = layout_of("transformer", deep("transformer"), "data=2,pipe=4", "pp")
-    rest = {"prefill": (np.ones(B, np.int32), T)}.get(method, ())
 
     def call(variables, tokens):
-        return getattr(layout.model.merge(variables), method)(tokens, *rest)
+        return layout.model.merge(variables).prefill(tokens, np.ones(B, np.int32), T)
 
     tokens = layout.abstract_batch(jax.ShapeDtypeStruct((T,), np.int32))
-    with pytest.raises(ValueError, match="which only `loss` runs"):
+    with pytest.raises(ValueError, match="which can't generate"):
         layout.lower(call, layout.variables(), tokens)
     with pytest.raises(UserError) as caught:
         layout.check_whole("generation")

@@ -110,7 +110,12 @@ def main(
 
 
 def model_config(
-    entry: str, flags: Any, start: Source | None, tokenizer: Tokenizer, device: Any
+    entry: str,
+    flags: Any,
+    start: Source | None,
+    tokenizer: Tokenizer,
+    device: Any,
+    change: Callable[[Any], Any] | None = None,
 ) -> Any:
     """The entry's Config: the architecture, and how to compute it.
 
@@ -118,20 +123,22 @@ def model_config(
       start: the checkpoint that the run begins from, if any. It decides the architecture unless --size
         is given.
       device: one of the mesh's.
+      change: makes of the size's or the checkpoint's Config one of another task.
 
     Raises UserError if the flags don't fit together.
     """
     if start and not flags.size:
         config = checkpoint.config_of(start)
-        if entry == "bert" and config.task != "fill":
+        if entry == "bert" and config.task != "fill" and not change:
             raise UserError(
-                f"{start.path} has no head that fills masks in, which the recipe trains; use a "
+                f"{start.path} has no head that fills masks in, which --task=fill trains; use a "
                 "…ForMaskedLM, or --size for a new model"
             )
     else:
         config = entries.sizes(entry)[flags.size or "small"]()
         if tokenizer.files:  # bytes use the size's own vocabulary
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
+    config = change(config) if change else config
     config = configure(config, flags, device)
     check_vocabulary(config.vocab_size, tokenizer.size)
     return config
@@ -146,6 +153,15 @@ def check_heads(layout: Layout) -> None:
             f"--context=all-to-all shares out {heads} heads over {parts} devices (rules "
             f"{layout.strategy!r} on --mesh={describe(sizes)}); use --context=ring"
         )
+
+
+def for_another_loss(config: Any) -> Any:
+    """The config of a model whose outputs a recipe compares before it has a loss.
+
+    The head for the second-next token is left out, and stages run all microbatches forward first.
+    """
+    changes = {"pipeline": "gpipe"} | ({"mtp_depth": 0} if "mtp_depth" in vars(config) else {})
+    return dataclasses.replace(config, **changes)
 
 
 def check_stages(layout: Layout, accumulate: int) -> None:

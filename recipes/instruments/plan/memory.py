@@ -150,6 +150,8 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     # The loss sums the table's gradients in float32. One of a single chunk needs no sum besides the
     # logits.
     in_loss = 4 // width * table * (chunk < length), table + logits
+    if shape.reduce_dtype and width < 4 and stages == 1:  # rounded, then in float32 again
+        in_loss = in_loss[0] + table, in_loss[1]
     # While a layer computes, the next one is gathered; of experts with a capacity, one matrix at a
     # time. Of dropless experts, grouped products leave whole gradients instead.
     gathered = 1 if any(experts.capacity for experts, _ in shape.trained_experts) else 2
@@ -251,7 +253,8 @@ def expert_slots(layout: Layout, experts: ExpertsShape) -> float:
     if experts.capacity:
         return experts.slots
     devices = layout.count_shards(EXPERT)
-    times = ROOM if exchanges(devices, experts.per_token) else devices
+    limit = experts.load_limit
+    times = (limit or ROOM) if exchanges(devices, experts.per_token, limit) else devices
     return times * experts.per_token
 
 

@@ -1,7 +1,7 @@
 """Bytes that a train step must send if each matmul runs where the sharding rules put it.
 
 Weights and activations are in the compute dtype, and gradients too, except those of pipeline
-stages, which are in float32. In low precision, a layer's weights have a byte for each number; their
+stages and with reduce_dtype, which are in float32. In low precision, a layer's weights have a byte for each number; their
 scales, a thousandth of that, are not counted, nor is what `_sp` rules save. Over a ring of n
 devices, an all-gather or a reduce-scatter sends (n - 1) / n of the whole array, and an all-reduce
 twice that. Transfers that remat repeats are not counted, except gathers of weights, attention's
@@ -149,13 +149,14 @@ def of_each_weight(
 
     Compilers (`repeats`) gather weights outside of the layers and of the MTP head once, and the
     TPU's all-reduces gradients that would be reduce-scattered over some axes and all-reduced over
-    others, and those of a table of which a device would get neither whole tiles of V nor of D.
+    others, except those of experts, and those of a table of which a device would get neither whole
+    tiles of V nor of D.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
     keeps_weights = layout.shape.remat in (None, "none")
     gathers = 1 if stacked or keeps_weights else 2
-    width = 4 if stacked else dtype
+    width = 4 if stacked or layout.shape.reduce_dtype else dtype
     once = repeats and not stacked
     with layout.trace():
         tpu = repeats and device().platform == "tpu"
@@ -172,7 +173,7 @@ def of_each_weight(
         gathered *= 1 if rounded else dtype
         yield path, Transfer("weights", "all-gather", split, accumulate * gathered)
         over, reduced = frozenset(state - use), frozenset(batch - state)
-        also_reduced = once and _devices(layout, reduced) > 1
+        also_reduced = once and EXPERT not in axes and _devices(layout, reduced) > 1
         cuts = table and _cuts_tiles(layout, whole, _devices(layout, over))
         for kind, axes_sent, elements in _of_gradient(
             layout, whole, over, reduced, together=tpu and (also_reduced or cuts)
@@ -452,7 +453,7 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
             # A device that has a part of each row has as many slots as if it had the whole row.
             slots = rows * layout.seq_shards * experts.slots
             yield Transfer("exchanges", "all-to-all", axes, times * ring(devices) * slots * each)
-        elif exchanges(devices, experts.per_token):
+        elif exchanges(devices, experts.per_token, experts.load_limit):
             copies = rows * devices_of_a_row(experts, devices)
             yield Transfer("exchanges", "all-to-all", axes, times * ring(devices) * copies * each)
         else:
