@@ -200,7 +200,9 @@ def _move_chunks(x, pipe: tuple[str, ...], v: int, to_rest: bool = False):
         sources = {device: where for device, where, _, _ in moves}
         targets = {device: where for _, _, device, where in moves}
         chunk = chunks[jnp.array([sources[device] for device in sorted(sources)])[index]]
-        chunk = jax.lax.ppermute(chunk, pipe, [(move[0], move[2]) for move in moves])
+        pairs = [(device, stage) for device, _, stage, _ in moves]
+        if any(device != stage for device, stage in pairs):
+            chunk = jax.lax.ppermute(chunk, pipe, pairs)
         target = jnp.array([targets[device] for device in sorted(targets)])[index]
         moved = moved.at[target].set(chunk)
     return moved.reshape(x.shape)

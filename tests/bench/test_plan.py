@@ -40,7 +40,7 @@ from recipes.instruments.plan.calibration import FACTORS, LOWER_BOUND
 from recipes.instruments.plan.estimate import LOGITS, Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import HARDWARE, parse_devices
 from recipes.instruments.plan.search import Job, Plan, meshes, search
-from recipes.instruments.plan.textbook import Transfer, transfers
+from recipes.instruments.plan.textbook import Transfer, of_stages, transfers
 from tests.by_hand import plan_cases, plan_cycles
 from tests.conftest import ROOT, full_except
 from tests.support.entries import BATCH, ENTRIES, LR
@@ -197,6 +197,38 @@ def test_a_pipeline_s_bubble_by_hand(schedule, idle):
     layout = make_layout(Transformer, config, mesh, "pp", batch_size=16, seq_len=64)
     seconds = estimate(layout, parse_devices("h100:8")).seconds
     assert seconds["bubble"] == pytest.approx(seconds["compute"] * idle)
+
+
+def test_what_a_pipeline_saves_by_hand():
+    """Of 4 stages, 7 microbatches at a stage; in two rounds 15 halves; with GPipe all 16, and one more."""
+    mesh = abstract_mesh({"data": 2, "pipe": 4}, parse_devices("h100:8"))
+    saved = {}
+    for schedule in ("1f1b", "interleaved", "gpipe"):
+        config = dataclasses.replace(
+            Config.tiny(), num_layers=8, pipe_microbatches=16, pipeline=schedule
+        )
+        layout = make_layout(Transformer, config, mesh, "pp", batch_size=32, seq_len=64)
+        saved[schedule] = memory.memory_parts(layout)["saved activations"]
+    each = 64 * 64 * 4 * 2  # a row's inputs of two layers
+    assert saved == {"1f1b": 7 * each, "interleaved": 7.5 * each, "gpipe": 17 * each}
+
+
+def test_layers_that_move_for_a_pipeline_s_rounds_by_hand():
+    """Of two stages of two chunks, each device hands the other one: bfloat16 there, float32 back."""
+    mesh = abstract_mesh({"data": 4, "pipe": 2}, parse_devices("h100:8"))
+    sent = {}
+    for schedule in ("1f1b", "interleaved"):
+        config = dataclasses.replace(
+            Config.tiny(), num_layers=4, pipe_microbatches=4, pipeline=schedule, dtype="bfloat16"
+        )
+        layout = make_layout(Transformer, config, mesh, "fsdp_pp", batch_size=16, seq_len=64)
+        sent[schedule] = {x.kind: x.bytes for x in of_stages(layout)}["collective-permute"]
+    activations = 2 * 64 * 64  # of a microbatch of a row
+    matrices = 64 * 8 * (16 + 8 + 8 + 16) + 3 * 64 * 128  # a layer's; each device has a fourth
+    norms = 2 * 64  # whole on each, and never cast
+    assert sent["1f1b"] == 2 * (4 + 1) * activations
+    moved = (2 + 4) * matrices / 4 + (4 + 4) * norms
+    assert sent["interleaved"] == 2 * (2 * 4 + 1) * activations + moved
 
 
 def test_a_plan_chooses_the_rounds_of_a_pipeline():

@@ -15,7 +15,7 @@ import pytest
 from recipes.common.checkpoint import find
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
-from recipes.common.language import check_stages, stages
+from recipes.common.language import check_stages, for_another_loss, stages
 from recipes.common.report.hlo import collectives
 from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
@@ -420,6 +420,13 @@ def test_rounds_that_do_not_fit(changes, message):
     with pytest.raises(UserError) as caught:
         check_stages(layout, accumulate=1)
     assert str(caught.value) == message
+
+
+def test_a_loss_that_compares_outputs_has_no_rounds():
+    config = for_another_loss(deep("transformer", **INTERLEAVED, pipe_rounds=4))
+    layout = layout_of("transformer", config, "data=2,pipe=4", "pp")
+    check_stages(layout, accumulate=1)
+    assert stages(layout, 1) == ["pipeline: gpipe, 4 stages, 8 microbatches, bubble 27.3%"]
 
 
 def test_logits_in_stages():

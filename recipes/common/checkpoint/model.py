@@ -61,7 +61,7 @@ def layout_of(
     """
     config = config_of(source)
     # How the run that saved it computed, on its mesh and devices.
-    default = {"context": "auto", "pipeline": "1f1b", "pipe_microbatches": 0}
+    default = {"context": "auto", "pipeline": "1f1b", "pipe_rounds": 2, "pipe_microbatches": 0}
     default |= {"matmul": "", "matmul_backward": "", "reduce_dtype": "", "attention": "auto"}
     default |= {"load_limit": 0.0}
     default = {name: value for name, value in default.items() if hasattr(config, name)}

@@ -160,7 +160,8 @@ def for_another_loss(config: Any) -> Any:
 
     The head for the second-next token is left out, and stages run all microbatches forward first.
     """
-    changes = {"pipeline": "gpipe"} | ({"mtp_depth": 0} if "mtp_depth" in vars(config) else {})
+    changes = {"pipeline": "gpipe", "pipe_rounds": type(config).pipe_rounds}
+    changes |= {"mtp_depth": 0} if "mtp_depth" in vars(config) else {}
     return dataclasses.replace(config, **changes)
 
 

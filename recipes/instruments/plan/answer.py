@@ -68,17 +68,21 @@ def rounds_of(candidate: Estimate) -> int:
     return rounds(candidate.layout.config) if candidate.layout.stages > 1 else 1
 
 
+def schedule_of(candidate: Estimate) -> str:
+    """Says how many rounds a pipeline has, after a strategy or mesh; "" for one."""
+    v = rounds_of(candidate)
+    return f", {v} rounds" if v > 1 else ""
+
+
 def cells(candidate: Estimate) -> list[str]:
     """The columns of HEAD."""
     there = usable(candidate.devices)
     over = "" if candidate.fits else f" (+{size(candidate.peak - there)})"
     shape = candidate.layout.shape
-    v = rounds_of(candidate)
-    schedule = f", {v} rounds" if v > 1 else ""
     bound = "activations" if candidate.bound == "waiting" else candidate.bound
     return [
-        mesh_of(candidate), candidate.layout.strategy + schedule, shape.remat or "-", shape.matmul or "-",
-        str(candidate.accumulate),
+        mesh_of(candidate), candidate.layout.strategy + schedule_of(candidate),
+        shape.remat or "-", shape.matmul or "-", str(candidate.accumulate),
         size(candidate.peak) + over, size(sum(candidate.host.values())), size(candidate.links),
         size(candidate.network),
         bound, duration(candidate.step), f"{candidate.tokens / candidate.step:,.0f}",
@@ -189,7 +193,7 @@ def why_others_lose(plan: Plan) -> list[str]:
     for strategy, other in of_strategies:
         if best and strategy == best.layout.strategy:
             continue
-        where = f"- {strategy}, best on {mesh_of(other)}"
+        where = f"- {strategy}, best on {mesh_of(other)}{schedule_of(other)}"
         equal = twin(other, plan.ranked[: plan.ranked.index(other)])
         if equal and 1 in other.layout.mesh.shape.values():
             name = f"{equal.layout.strategy} on {mesh_of(equal)}"

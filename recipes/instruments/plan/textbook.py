@@ -338,7 +338,8 @@ def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
     """Transfers between stages: activations, and their parts for the loss.
 
     A microbatch's activations and their gradients go to the next stage in every tick, also in the
-    bubble. The last stage's output is scattered over all stages, and its gradient gathered.
+    bubble. The last stage's output is scattered over all stages, and its gradient gathered. In
+    rounds, layers move to their stages, and their gradients back.
     """
     stages = layout.stages
     if stages == 1:
