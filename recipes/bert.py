@@ -19,13 +19,13 @@ from recipes.common import checkpoint, language
 from recipes.common.checkpoint import open_run
 from recipes.common.classification import confusion, show
 from recipes.common.config_flags import check_set, describe_set
-from recipes.common.encoders import PairLoss, class_logits, for_task, task_of
+from recipes.common.encoders import PairLoss, class_logits, count_right, for_task, task_of
 from recipes.common.language import DECODER, Text, Training
 from recipes.common.report import flops, kernel
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
-from recipes.common.sharding import Tree, make_layout
+from recipes.common.sharding import make_layout
 from recipes.common.sharding.abstract import Phases
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.new_parts import NewParts
@@ -154,14 +154,6 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
             f"their own partner among {min(run.batch_size, int(count))} ({right / count:.2%})."
         )
     finish(folder, layout, log)
-
-
-def count_right(model, batch: Tree) -> Tree:
-    """An extra sum for an evaluation: masked tokens that are the likeliest ones."""
-    wanted_BT = batch["targets"]
-    guess_BT = model(batch["tokens"], batch.get("segment_ids")).argmax(axis=-1)
-    right = (guess_BT == wanted_BT).sum()  # padding has the target -1
-    return {"accuracy": (right, (wanted_BT >= 0).sum())}
 
 
 def defaults(run: Run, text: EncoderText, *groups: Any) -> tuple:
