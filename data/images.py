@@ -14,7 +14,7 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -36,6 +36,12 @@ class Form(NamedTuple):
     size: int
     channels: int  # 1 (grey) or 3 (RGB); 0: as the pictures have
     resample: str = "bilinear"  # filter to resize with, one of FILTERS
+    center_crop: bool = False  # cut to a square, instead of stretched
+
+    @property
+    def key(self) -> tuple:
+        """What fingerprints have of it."""
+        return self if self.center_crop else self[:3]
 
 
 class Augment(NamedTuple):
@@ -63,7 +69,7 @@ class Images(Rows):
 
     def take(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         epochs, rows = np.divmod(numbers, len(self))
-        image_BWWC = np.stack([self.pixels[row] for row in rows])
+        image_BWWC = taken(self.pixels, rows)
         if self.augment.crop or self.augment.flip:
             image_BWWC = self._at_random(image_BWWC, epochs, rows)
         normalized = (image_BWWC.astype(np.float32) / 255 - self.mean) / self.std
@@ -92,11 +98,20 @@ class Files(Sequence):
         return len(self.paths)
 
     def __getitem__(self, i):
-        try:
-            with PIL.Image.open(self.paths[i]) as picture:
-                return resized(picture, self.form)
-        except (OSError, SyntaxError, ValueError):  # Pillow raises these for broken files
-            raise broken(self.dataset, self.paths[i]) from None
+        return decode(self.paths[i], self.form, self.dataset, self.paths[i])
+
+
+def fits_in_memory(count: int, form: Form) -> bool:
+    """Whether so many decoded pictures are kept."""
+    return count * form.size**2 * form.channels <= IN_MEMORY
+
+
+def taken(pixels: Sequence[np.ndarray] | np.ndarray, numbers: Any) -> np.ndarray:
+    """Some pictures, [N, W, W, C]; those in files are decoded by threads."""
+    if isinstance(pixels, np.ndarray):
+        return pixels[numbers]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return np.stack(list(pool.map(pixels.__getitem__, numbers)))
 
 
 def filler(image_size: int, channels: int) -> dict[str, np.ndarray]:
@@ -118,6 +133,7 @@ def load(
     image_column: str = "image",
     label_column: str = "label",
     seed: int = 0,
+    center_crop: bool = False,
 ) -> Dataset:
     """Loads pictures of image_size × image_size pixels.
 
@@ -130,11 +146,12 @@ def load(
       crop: crops training pictures at random, after repeating their edges by an eighth on each side.
       flip: mirrors half of the training pictures, left to right.
       seed: seed of the crops and flips.
+      center_crop: cuts pictures to a square, instead of stretching them.
 
     Raises DataError if there is no such dataset, or its pictures can't be used.
     """
     path = buckets.local(dataset, f"--dataset={dataset}")
-    form = Form(image_size, channels, resample)
+    form = Form(image_size, channels, resample, center_crop)
     shown = path.is_dir() and [e for e in path.iterdir() if not buckets.is_hidden(e.name)]
     if path.is_dir() and (not shown or any(entry.is_dir() for entry in shown)):
         names, form, train, test = _folder(path, dataset, form)
@@ -149,26 +166,52 @@ def load(
     (train_pixels, train_label), (test_pixels, test_label) = (
         (pixels, order[np.asarray(label_N)]) for pixels, label_N in (train, test)
     )
-    some = range(0, len(train_pixels), -(-len(train_pixels) // SAMPLE))
-    sample = np.stack([train_pixels[i] for i in some]).reshape(-1, form.channels) / 255.0
+    train = Part(train_pixels, train_label)
+    test = Part(test_pixels, test_label)
+    augment = Augment(crop, flip, seed)
+    data = normalized(train, test, form, mean, std, augment)
+    parts = (train_pixels, train_label, test_pixels, test_label)
+    return data._replace(
+        config=data.config | {"classes": len(labels), "labels": labels},
+        facts={"dataset": dataset, "fingerprint": _fingerprint(names, form, parts)},
+    )
+
+
+class Part(NamedTuple):
+    """Pictures of a part of a dataset."""
+
+    pixels: Any  # a sequence of uint8 [W, W, C]
+    label_N: np.ndarray
+
+
+def normalized(
+    train: Part,
+    test: Part,
+    form: Form,
+    mean: Sequence[float],
+    std: Sequence[float],
+    augment: Augment,
+) -> Dataset:
+    """A dataset of pictures, without the facts. Arguments as of `load`."""
+    some = range(0, len(train.pixels), -(-len(train.pixels) // SAMPLE))
+    sample = np.stack([train.pixels[i] for i in some]).reshape(-1, form.channels) / 255.0
     mean = tuple(mean) or tuple(round(float(x), 6) for x in sample.mean(axis=0))
     std = tuple(std) or tuple(max(round(float(x), 6), 1e-3) for x in sample.std(axis=0))
-    parts = (train_pixels, train_label, test_pixels, test_label)
     return Dataset(
-        train=Images(train_pixels, train_label, mean, std, Augment(crop, flip, seed)),
-        held_out=Images(test_pixels, test_label, mean, std, Augment()),
-        filler=filler(image_size, form.channels),
+        train=Images(*train, mean, std, augment),
+        held_out=Images(*test, mean, std, Augment()),
+        filler=filler(form.size, form.channels),
         unit="images",
         units=1,
-        config=dict(channels=form.channels, classes=len(labels), labels=labels, mean=mean, std=std),
-        facts={"dataset": dataset, "fingerprint": _fingerprint(names, form, parts)},
-        by_epoch=crop or flip,
+        config={"channels": form.channels, "mean": mean, "std": std},
+        facts={},
+        by_epoch=augment.crop or augment.flip,
     )
 
 
 def _fingerprint(names: Sequence[str], form: Form, parts: Iterable[Files | np.ndarray]) -> str:
     """SHA-256 of classes, form, pixels and labels; of pictures in files, names and sizes instead."""
-    digest = hashlib.sha256(repr((names, *form)).encode())
+    digest = hashlib.sha256(repr((names, *form.key)).encode())
     for part in parts:
         if isinstance(part, Files):
             sizes = [(str(file), file.stat().st_size) for file in part.paths]
@@ -214,15 +257,11 @@ def _folder(root: pathlib.Path, dataset: str, form: Form):
     ]  # fmt: skip
     channels = _channels([file for files, _ in parts for file in files], dataset)
     form = form._replace(channels=form.channels or channels)
-    count = sum(len(files) for files, _ in parts)
-    keep = count * form.size**2 * form.channels <= IN_MEMORY
+    keep = fits_in_memory(sum(len(files) for files, _ in parts), form)
     loaded = []
     for files, label in parts:
         pixels: Any = Files(files, dataset, form)
-        if keep:
-            with concurrent.futures.ThreadPoolExecutor() as pool:
-                pixels = np.stack(list(pool.map(pixels.__getitem__, range(len(files)))))
-        loaded.append((pixels, label))
+        loaded.append((taken(pixels, range(len(files))) if keep else pixels, label))
     return names, form, *loaded
 
 
@@ -341,11 +380,28 @@ def resized(picture: PIL.Image.Image, form: Form) -> np.ndarray:
         picture = picture.convert("RGBA")
     mode = "L" if form.channels == 1 else "RGB"
     picture = picture if picture.mode == mode else picture.convert(mode)
+    if form.center_crop:  # as transformers does
+        shortest = min(picture.size)
+        width, height = (int(size * side / shortest) for side in picture.size)
+        picture = picture.resize((width, height), FILTERS[form.resample])
+        left, top = (width - size) // 2, (height - size) // 2
+        picture = picture.crop((left, top, left + size, top + size))
     if picture.size != (size, size):
         picture = picture.resize((size, size), FILTERS[form.resample])
     return np.asarray(picture).reshape(size, size, form.channels)
 
 
-def broken(dataset: str, file: pathlib.Path) -> DataError:
+def decode(
+    file: pathlib.Path | BinaryIO, form: Form, dataset: str, name: pathlib.Path | str
+) -> np.ndarray:
+    """The pixels of an encoded picture, resized. Raises DataError, which names it."""
+    try:
+        with PIL.Image.open(file) as picture:
+            return resized(picture, form)
+    except (OSError, SyntaxError, ValueError):  # Pillow raises these for broken files
+        raise broken(dataset, name) from None
+
+
+def broken(dataset: str, file: pathlib.Path | str) -> DataError:
     """The DataError for a picture that can't be decoded."""
     return DataError(f"--dataset={dataset}: {file} is not a readable picture; replace or remove it")

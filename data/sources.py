@@ -205,11 +205,16 @@ def rows(name: str) -> tuple[Rows, Rows | None]:
 
     def every() -> Rows:
         for path in files:
-            with _explained(name, path):
-                columns = hub.parquet_columns(path) if kind(path) == "parquet" else []
-                yield from _rows(name, path, columns)
+            yield from rows_of_file(name, path)
 
     return every(), None
+
+
+def rows_of_file(name: str, path: pathlib.Path) -> Rows:
+    """Yields the rows of a local file, with all columns. Raises DataError."""
+    with _explained(name, path):
+        columns = hub.parquet_columns(path) if kind(path) == "parquet" else []
+        yield from _rows(name, path, columns)
 
 
 def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:

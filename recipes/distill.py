@@ -53,15 +53,13 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
     else:
         words = source.metadata["config"].get("vocab_size", tokenizer.size)
         config = dataclasses.replace(entries.sizes(entry)[size](), vocab_size=words)
-    config = configure(config, flags, mesh.devices.flat[0])
-    if "mtp_depth" in vars(config):  # its head, for the second-next token, is left out
-        config = dataclasses.replace(config, mtp_depth=0)
+    config = language.for_another_loss(configure(config, flags, mesh.devices.flat[0]))
     layout = make_layout(
         entries.model(entry), config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
         seq_len=text.seq_len,
     )  # fmt: skip
-    layout.check_whole("distillation")
+    language.check_stages(layout, training.accumulate)
     kernel.check(layout)
     check_offload(layout, training.offload)
     teacher = frozen_teacher(source, layout, distillation) if distillation.alpha else None
@@ -135,9 +133,10 @@ def frozen_teacher(source: Source, layout: Layout, flags: Distillation) -> Froze
             source, layout.mesh, flags.teacher_rules, seq_len=layout.seq_len, **changes
         )
         check_batch(its.strategy, its.rules, its.mesh, layout.batch_size)
+        if its.stages > 1:
+            language.check_stages(its, accumulate=1)
     except UserError as error:
         raise UserError(str(error).replace("--rules", "--teacher_rules")) from None
-    its.check_whole("the teacher")
     check_vocabularies(its.config, layout.config, flags)
     checkpoint.check_variables(source, its)
     return Frozen(dataclasses.replace(its, batch_size=layout.batch_size), source, dtype)

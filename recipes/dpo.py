@@ -55,15 +55,14 @@ def main(
     tokenizer = checkpoint.tokenizer_for(data.tokenizer, folder.start)
     assert folder.start
     config = configure(checkpoint.config_of(folder.start), flags, mesh.devices.flat[0])
-    if "mtp_depth" in vars(config):  # its head, for the second-next token, is left out
-        config = dataclasses.replace(config, mtp_depth=0)
+    config = language.for_another_loss(config)
     model = entries.model(entry)
     layout = make_layout(
         model, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
         seq_len=data.seq_len,
     )  # fmt: skip
-    layout.check_whole("preference tuning")
+    language.check_stages(layout, training.accumulate)
     kernel.check(layout)
     check_offload(layout, training.offload)
 

@@ -1,5 +1,7 @@
 """Evaluates a language model on text, in bits per byte, and on lm-evaluation-harness tasks.
 
+    python -m recipes.evaluate --restore_from=hf:DIR --labels=cat,dog --dataset=pets   # SigLIP, CLIP
+
     python -m recipes.evaluate --restore_from=transformer.stdlib_3m --dataset=notes.txt,more.jsonl
     python -m recipes.evaluate --restore_from=hf:DIR --mesh=1x8 --tasks=arc_easy,hellaswag --limit=100
     python -m recipes.evaluate --restore_from=runs/bert_classify --dataset=labelled.jsonl   # an encoder
@@ -16,8 +18,9 @@ from typing import Any
 
 from data import sources, text
 from data.batches import Dataset
+from data.captions import Texts
 from data.tokenizer import Tokenizer
-from recipes.common import checkpoint, encoder_evaluation, entries
+from recipes.common import checkpoint, encoder_evaluation, entries, zero_shot
 from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.entries import ENTRIES
 from recipes.common.int8_weights import to_int8, weights_flag
@@ -41,6 +44,13 @@ class Evaluate(Settings):
     include_path: str = flag("", "Folder with your own task files; functions in them are executed.")
     num_fewshot: int = flag(
         -1, "Examples in front of a task's question; -1: each task's default.", at_least=-1
+    )
+    labels: str = flag(
+        "",
+        "Classes for two towers to sort pictures into, comma-separated, or a file with one a line.",
+    )
+    templates: str = flag(
+        "", "Captions of a class, comma-separated, with {} for its name; empty: built-in ones."
     )
     limit: float = flag(0.0, "Questions per task, or a fraction if below 1; 0: all.", at_least=0.0)
     apply_chat_template: bool = flag(
@@ -86,6 +96,8 @@ def main(devices: Devices, flags: Evaluate) -> None:
     source = given(flags)
     asked = load_tasks(flags) if flags.tasks else None
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
+    if flags.labels:
+        return write(out, flags, classify(devices, flags, mesh, source, tokenizer))
     dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
     compute = {"dtype": dtype} | read_set(type(checkpoint.config_of(source)), flags.set, ("dtype",))
     context = flags.seq_len or checkpoint.context(source)
@@ -134,9 +146,44 @@ def main(devices: Devices, flags: Evaluate) -> None:
             model, asked, flags.num_fewshot, flags.limit, flags.apply_chat_template
         )
         print0(*tasks.tables(results["tasks"]))
+    write(out, flags, results, to_json)
+
+
+def write(out: Any, flags: Evaluate, results: dict[str, Any], to_json: Any = None) -> None:
+    """Writes --out, if it is given."""
     if out and is_first():
         out.write_text(json.dumps(results, indent=2, default=to_json) + "\n")
         print0(f"Figures: {flags.out}")
+
+
+def classify(
+    devices: Devices, flags: Evaluate, mesh: Any, source: checkpoint.Source, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Classifies pictures by captions of their classes. Returns the results. Raises UserError."""
+    dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
+    config = checkpoint.config_of(source)
+    compute: dict[str, Any] = {"dtype": dtype} | read_set(type(config), flags.set, ("dtype",))
+    classes = zero_shot.read_labels(flags.labels)
+    texts = Texts(config.max_positions, tokenizer, end=config.clip)
+    templates = [template for template in split(flags.templates) if template]
+    by_captions = zero_shot.Classes(classes, texts, templates)
+    layout = checkpoint.layout_of(source, mesh, devices.rules, **compute)
+    parts = {
+        name: zero_shot.pictures(name, classes, config, flags.part) for name in names(flags.dataset)
+    }
+    print0(report.headline(layout), *describe_set(flags))
+    variables = checkpoint.restore_variables(source, layout, dtype)
+    results = {"model": flags.restore_from, "step": source.step, "dtype": dtype}
+    results |= {"mesh": describe(mesh.shape), "rules": layout.strategy, "datasets": {}}
+    rows = -(-flags.batch_size // layout.batch_shards) * layout.batch_shards
+    layout = dataclasses.replace(layout, batch_size=rows)
+    for name, data in parts.items():
+        right, count = zero_shot.evaluate(data, by_captions, layout, variables)
+        print0(f"{name}: zero-shot accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images by the "
+               f"captions of {len(classes)} classes; {flags.part}.")  # fmt: skip
+        facts = {"accuracy": right / count, "images": count, "part": flags.part}
+        results["datasets"][name] = facts
+    return results
 
 
 def load_tasks(flags: Evaluate) -> Any:
@@ -175,10 +222,16 @@ def given(flags: Evaluate) -> checkpoint.Source:
     """The model to evaluate. Raises UserError if it, or a text or task, is missing."""
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
+    if flags.labels and (flags.tasks or flags.weights or not flags.dataset):
+        raise UserError("--labels needs --dataset=PICTURES, and neither --tasks nor --weights")
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
     source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)
     entry = source.metadata["entry"]
+    if flags.labels:
+        if entry != "siglip":
+            raise UserError(f"--labels is for models of two towers, and this is a {entry!r} model")
+        return source
     if entry == ENCODER:
         task = checkpoint.config_of(source).task
         if flags.tasks:

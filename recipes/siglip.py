@@ -2,21 +2,18 @@
 
     python -m recipes.siglip --mesh=4x2                            # digits with captions in words
     python -m recipes.siglip --mesh=8 --pairs=ring --loss=softmax  # texts visit all devices; CLIP
-    python -m recipes.siglip --dataset=pets --size=b16 --set=vocab_size=264   # classes by their names
+    python -m recipes.siglip --dataset='web/*.tar' --size=b16 --restore_from=hf:ORG/NAME   # fine-tunes
 
 Running the same command again resumes; --help lists the flags.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from data import captions
+from data.captions import Texts
 from data.tokenizer import BYTES
-from recipes.common import checkpoint
+from recipes.common import checkpoint, zero_shot
 from recipes.common.checkpoint import open_run
 from recipes.common.config_flags import (
     ENCODER,
@@ -26,18 +23,18 @@ from recipes.common.config_flags import (
     describe_set,
     model_flags,
 )
-from recipes.common.pictures import INPUTS, Pictures
+from recipes.common.pictures import INPUTS, CaptionedPictures
 from recipes.common.report.plan import plan
-from recipes.common.runtime import Run, UserError, make_mesh, print0
+from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
-from recipes.common.sharding import Layout, Tree, make_layout
+from recipes.common.sharding import make_layout
 from recipes.common.train.flags import Training
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.sharding import constrain
-from zoo.siglip import SIZES, Config, Siglip
+from zoo.siglip import Config, Siglip
+from zoo.sizes import SIGLIP as SIZES
 
 LOCAL = (
     "warning: --pairs=local compares the pairs of each device alone: another loss on each mesh, with "
@@ -49,25 +46,21 @@ LOCAL = (
 MODEL = model_flags(Config, ("image_size", "patch", "loss", "pairs", *ENCODER), SIZES, Config.REMAT)
 
 
-def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
+def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> None:
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
     mesh, folder = make_mesh(run.mesh), open_run("siglip", run, flags, data, training)
-    tokens = folder.start.tokenizer() if folder.start else None
-    if tokens and tokens.sha256 != BYTES.sha256:
-        raise UserError(
-            f"--restore_from={run.restore_from} has a tokenizer, but the captions of this recipe are "
-            "bytes; use a checkpoint of this recipe, or train a new model"
-        )
+    tokenizer = (folder.start.tokenizer() if folder.start else None) or BYTES
     if folder.start and not flags.size:
         config = checkpoint.config_of(folder.start)
     else:
         config = SIZES[flags.size or "small"]()
     config = configure(config, flags, mesh.devices.flat[0])
-    check_vocabulary(config.vocab_size, BYTES.size)
+    check_vocabulary(config.vocab_size, tokenizer.size)
+    texts = Texts(config.max_positions, tokenizer, end=config.clip)
     inputs = {name: getattr(config, name) for name in INPUTS} if folder.start else {}
     pairs = captions.load(
         **dataclasses.asdict(data), **inputs, seed=run.seed, image_size=config.image_size,
-        max_positions=config.max_positions,
+        max_positions=config.max_positions, center_crop=config.center_crop, texts=texts,
     )  # fmt: skip
 
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
@@ -80,7 +73,7 @@ def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
     check_offload(layout, training.offload)
     if run.plan:
         return print0(*plan(layout, training.accumulate, training.offload, training.optimizer))
-    print0(*describe_set(flags), *([LOCAL] if config.pairs == "local" else []))
+    print0(*pairs.notes, *describe_set(flags), *([LOCAL] if config.pairs == "local" else []))
 
     # ---- Step, state and training: microbatches have the loss of the whole batch -----------------
     lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
@@ -93,38 +86,27 @@ def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
         microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
         offload=training.offload,
     )  # fmt: skip
-    _, log, metrics = fit(run, folder, step, pairs, extra=zero_shot(config, layout))
+    classes = zero_shot.Classes(config.labels, texts) if config.labels else None
+    extra = zero_shot.accuracy(classes, layout) if classes else zero_shot.retrieval
+    _, log, metrics = fit(run, folder, step, pairs, tokenizer, extra=extra)
 
-    # ---- What it has learned: pictures are classified by captions alone --------------------------
+    # ---- What it has learned: pictures are classified by captions alone, or find their own -------
     (nats, count), (right, _) = metrics["loss"], metrics["accuracy"]
-    print0(f"Zero-shot accuracy {right / count:.4f}: {right:.0f} of {count:.0f} held-out images by "
-           f"the captions of {len(config.labels)} classes; loss {nats / count:.4f} nats.")  # fmt: skip
+    found, among = (
+        ("Zero-shot accuracy", f"by the captions of {len(config.labels)} classes")
+        if config.labels
+        else ("Retrieval", f"find their own caption among those of {run.batch_size} pairs")
+    )
+    print0(f"{found} {right / count:.4f}: {right:.0f} of {count:.0f} held-out images {among}; "
+           f"loss {nats / count:.4f} nats.")  # fmt: skip
     finish(folder, layout, log)
 
 
-def zero_shot(config: Config, layout: Layout) -> Callable[..., Tree]:
-    """An extra sum for `fit`: images whose own class has the nearest captions."""
-    by_class = captions.class_tokens(config.labels, config.max_positions)
-    tokens_MT = np.concatenate(by_class)
-    share_MK = np.zeros((len(tokens_MT), len(by_class)), np.float32)
-    first = 0
-    for k, tokens in enumerate(by_class):
-        share_MK[first : first + len(tokens), k] = 1 / len(tokens)
-        first += len(tokens)
-    padding = ((0, -len(tokens_MT) % layout.batch_shards), (0, 0))  # rows that no class has
-    tokens_MT, share_MK = np.pad(tokens_MT, padding), np.pad(share_MK, padding)
-
-    def count(model, batch: Tree) -> Tree:
-        text_MD = constrain(model.embed_texts(jnp.asarray(tokens_MT)), None, None)
-        image_BD = constrain(model.embed_images(batch["image"]), "batch", None)
-        class_KD = jnp.asarray(share_MK).T @ text_MD
-        guess_B = (image_BD @ class_KD.T).argmax(axis=1)
-        label_B = constrain(batch["label"], "batch")
-        right = ((guess_B == label_B) & (label_B >= 0)).sum().astype(jnp.float32)
-        return {"accuracy": (right, (label_B >= 0).sum().astype(jnp.float32))}
-
-    return count
-
-
 if __name__ == "__main__":
-    start(main, Run(steps=600, batch_size=128, learning_rate=2e-3), MODEL, Pictures(), Training())
+    start(
+        main,
+        Run(steps=600, batch_size=128, learning_rate=2e-3),
+        MODEL,
+        CaptionedPictures(),
+        Training(),
+    )

@@ -35,7 +35,7 @@ from .layers import GatedMLP, Kind, add_bias, add_output, apply_norm, gather, mu
 from .sharding import Rules, complete_tables, constrain, in_use, param, shards, zeros
 from .stack import fit_rules, stack
 from .strategies import DECODER, DENSE_STACK, decoder_rules
-from .vocabulary import look_up, table_copies, unembed, vocabulary
+from .vocabulary import copies_in_use, look_up, unembed, vocabulary
 
 
 TASKS = ("fill", "embed", "classify")
@@ -186,7 +186,7 @@ class Layer(nnx.Module):
             gelu = functools.partial(jax.nn.gelu, approximate=False)
             self.mlp = GatedMLP(config, activation=gelu, rngs=rngs)
         else:
-            self.mlp = GeluMLP(config, approximate=False, rngs=rngs)
+            self.mlp = GeluMLP(config, activation="exact", rngs=rngs)
         self.norms_first = config.modern
 
     def __call__(self, x_BTD, positions, kind, past=None):
@@ -322,10 +322,10 @@ class Bert(Decoder):
             if T > P:
                 raise ValueError(f"a row has {T} tokens, and the model has learned {P} positions")
             number_BT = jnp.broadcast_to(positions.numbers_BT, tokens_BT.shape)
-            x_BTD += look_up(table_copies(self.positions, self.config.dtype), number_BT)
+            x_BTD += look_up(copies_in_use(self.positions, self.config), number_BT)
         if self.token_types is not None:
             types_BT = jnp.zeros_like(tokens_BT) if types_BT is None else types_BT
-            x_BTD += look_up(table_copies(self.token_types, self.config.dtype), types_BT)
+            x_BTD += look_up(copies_in_use(self.token_types, self.config), types_BT)
         return constrain(self.embed_norm(x_BTD), "batch", "residual_seq", "act_embed")
 
     def final_norm(self, x_BTD) -> jax.Array:

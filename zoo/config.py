@@ -11,9 +11,10 @@ from .stack import REMAT_POLICIES
 CHOICES = {  # field → its valid values
     "matmul": ("", "int8", "fp8", "int8_weights"),
     "matmul_backward": ("", "bfloat16"),
+    "reduce_dtype": ("", "float32"),
     "attention": KERNELS,
     "context": ("auto", "all-to-all", "ring"),
-    "pipeline": ("1f1b", "gpipe"),
+    "pipeline": ("1f1b", "interleaved", "gpipe"),
 }
 # Fields by which activations are multiplied or divided: from 1e-6 to 1e6, which float32 can bear.
 FACTORS = ("embed_scale", "residual_scale", "attention_scale", "logits_divisor", "soft_cap")
@@ -77,11 +78,14 @@ class Compute(Architecture):
     dtype: str = "float32"  # dtype of activations and matmuls; parameters, norms and loss: float32
     matmul: str = ""  # format of the layers' matmuls: "int8" or "fp8", with scales; "": dtype
     matmul_backward: str = ""  # format of these matmuls' gradients: "bfloat16"; "": as matmul
+    reduce_dtype: str = ""  # in which devices add gradients of weights: "float32"; "": dtype
     remat: str = "full"  # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
     attention: str = "auto"  # one of kernels.KERNELS; "auto": the best for the device
     context: str = "auto"  # how parts of T attend; "auto": all-to-all if there is a head for each
     pipeline: str = "1f1b"  # schedule of stages; "gpipe" keeps more activations and takes as long
+    pipe_rounds: int = 2  # v, how often a microbatch visits each stage, with pipeline="interleaved"
     pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: up to 4 per stage
+    load_limit: float = 0.0  # most load of a device's dropless experts, 1 if even; 0: drop nothing
     loss_chunk: int = 256  # positions of a sequence with logits at once; see positions_at_once
     unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
 
@@ -103,6 +107,10 @@ class Compute(Architecture):
             value = vars(self)[name]
             if value not in valid:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(filter(None, valid))}")
+        if self.reduce_dtype and self.matmul:
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype} is for matmuls in dtype, and matmul={self.matmul}"
+            )
         for kind in self.kinds:
             if kind.rope_theta is not None and not 1 < kind.rope_theta < math.inf:
                 raise ValueError(f"rope_theta={kind.rope_theta} must be a finite number > 1")

@@ -20,7 +20,7 @@ from .sharding import AxisNames, shards
 from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack, unlike_stacks
 from .strategies import DECODER, DENSE_STACK
 from .vocabulary import (
-    Batch, Objective, cross_entropy, look_up, table_copies, unembed, vocabulary,
+    Batch, Objective, copies_in_use, cross_entropy, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip
 
 
@@ -84,10 +84,11 @@ class Decoder(nnx.Module):
         """
         tokens_BT = stripe(self.config, tokens_BT)
         segment_ids_BT = stripe(self.config, segment_ids_BT)
-        x_BTD, table_RVD, *_ = self.trunk(tokens_BT, segment_ids_BT)
+        tables = self.tables()
+        x_BTD, _ = self.run_batch(tables, Batch(tokens_BT, None, segment_ids_BT))
         # Embeddings instead of logits: V may be uneven.
-        x_BTD = stripe(self.config, gather(x_BTD), "act_embed", back=True)
-        return unembed(x_BTD, table_RVD, self.config, self.bias_copies())
+        x_BTD = stripe(self.config, gather(self.final_norm(x_BTD)), "act_embed", back=True)
+        return unembed(x_BTD, tables[-1], self.config, self.bias_copies())
 
     @fit_rules
     def loss(self, tokens, targets, segment_ids=None):
@@ -115,10 +116,7 @@ class Decoder(nnx.Module):
         return {name: (mean, count) for name, mean in means.items()}
 
     def log_probs(self, tokens, targets, segment_ids=None) -> jax.Array:
-        """The log-probability of each target, float32 [B, T]; 0 for padding. Arguments as in `loss`.
-
-        Layers in stages are not supported.
-        """
+        """The log-probability of each target, float32 [B, T]; 0 for padding. Arguments as in `loss`."""
         from .log_probs import of_targets
 
         return of_targets(self, tokens, targets, segment_ids)[0]
@@ -174,7 +172,7 @@ class Decoder(nnx.Module):
     def tables(self) -> list[jax.Array]:
         """Copies of the tables that embed tokens (the first) and unembed the output (the last)."""
         tables = (self.embed,) if self.unembed is None else (self.embed, self.unembed)
-        return [table_copies(table, self.config.dtype) for table in tables]
+        return [copies_in_use(table, self.config) for table in tables]
 
     def bias_copies(self) -> jax.Array | None:
         """Copies of the bias of logits, [R, V] in float32; None without one."""
@@ -257,15 +255,19 @@ class Decoder(nnx.Module):
             return objective_with_mtp(self, batch)
         batch = Batch(*(stripe(self.config, x) for x in batch))
         tables = self.tables()
-        x_BTD, metrics = self.run_training(tables, batch)
+        x_BTD, metrics = self.run_batch(tables, batch)
         total, count = self.finish(tables, x_BTD, batch.targets)
         total_and_costs = self.add_costs(total, metrics)
         return Objective(total_and_costs, count, {"loss": (total, count)}, metrics)
 
-    def run_training(self, tables, batch: Batch):
+    def run_batch(self, tables, batch: Batch):
         """Runs all layers on a batch: (x_BTD, metrics of the stacked layers)."""
         positions = self.positions_of(batch)
         x_BTD, _ = self.begin(tables, batch.tokens, positions)
+        if shards("layers") > 1:
+            from .gpipe import run_in_stages
+
+            return run_in_stages(self, x_BTD, batch)
         x_BTD, _, metrics = self.run_layers(x_BTD, positions)
         return x_BTD, metrics
 

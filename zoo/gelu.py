@@ -1,4 +1,4 @@
-"""Parts of layers of GPT-2, BERT and ViT: an MLP with GELU, and LayerNorm.
+"""Parts of layers of GPT-2, BERT, ViT and towers: an MLP with GELU, and LayerNorm.
 
 Shapes: B batch, T positions, D embed, F mlp.
 """
@@ -12,17 +12,29 @@ from .layers import adapters, add_bias, gather, project
 from .sharding import param
 
 
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """CLIP's approximation of GELU: x · sigmoid(1.702 x)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+GELU = {  # name → function (Hendrycks & Gimpel 2016)
+    "exact": functools.partial(jax.nn.gelu, approximate=False),
+    "tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "quick": quick_gelu,
+}
+
+
 class GeluMLP(nnx.Module):
     """gelu(x · up + up_bias) · down + down_bias; costs as much communication as GatedMLP.
 
     Args:
-      approximate: computes GELU (Hendrycks & Gimpel 2016) by tanh.
+      activation: a key of GELU.
     """
 
-    def __init__(self, config, approximate: bool, *, rngs: nnx.Rngs):
+    def __init__(self, config, activation: str, *, rngs: nnx.Rngs):
         D = config.embed
         F = config.mlp
-        self.activation = functools.partial(jax.nn.gelu, approximate=approximate)
+        self.activation = GELU[activation]
         self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.up_bias = param(rngs, (F,), ("mlp",), 0.0)
         self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)

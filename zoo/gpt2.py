@@ -25,7 +25,7 @@ from .gelu import GeluMLP, layer_norm
 from .layers import Kind, add_output
 from .sharding import Rules, complete_tables, constrain, param
 from .strategies import DECODER, decoder_rules
-from .vocabulary import look_up, table_copies
+from .vocabulary import copies_in_use, look_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Layer(nnx.Module):
         self.attention_norm = norm()
         self.attention = Attention(config, biases=("q", "k", "v", "o"), rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = GeluMLP(config, approximate=True, rngs=rngs)
+        self.mlp = GeluMLP(config, activation="tanh", rngs=rngs)
 
     def __call__(self, x_BTD, positions, kind, past=None):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
@@ -147,7 +147,7 @@ class GPT2(Decoder):
             raise ValueError(f"a row has {T} tokens, and the model has learned {P} positions")
         # Left padding has positions below 0.
         number_BT = jnp.broadcast_to(jnp.clip(positions.numbers_BT, 0, P - 1), (B, T))
-        learned_RPD = table_copies(self.positions, self.config.dtype)
+        learned_RPD = copies_in_use(self.positions, self.config)
         return look_up(tables[0], tokens_BT) + look_up(learned_RPD, number_BT)
 
 

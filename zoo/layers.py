@@ -35,6 +35,13 @@ class LowPrecisionWeight(nnx.Param):
         raise NotImplementedError
 
 
+class WideWeight(nnx.Param):
+    """A weight in use that replaces `product` by its own method: see float32_sums.py."""
+
+    def product(self, x: jax.Array, contract: int, out_axes: tuple) -> jax.Array:
+        raise NotImplementedError
+
+
 def multiply(x, weight: nnx.Param, contract: int = 1, seq: str = "seq") -> jax.Array:
     """Multiplies x[B, T, ...] by a weight in use: x's last `contract` dims with the weight's first.
 
@@ -45,17 +52,23 @@ def multiply(x, weight: nnx.Param, contract: int = 1, seq: str = "seq") -> jax.A
     """
     if isinstance(weight, LowPrecisionWeight):
         return weight.multiply(x, contract=contract, seq=seq)
-    w = weight[...].astype(x.dtype)
     B, T, *inner = x.shape
-    axes = weight.out_sharding[-w.ndim :]
+    axes = weight.out_sharding[-weight[...].ndim :]
     if shards("seq") > 1 or shards(seq) > 1:
         x = constrain(x, "batch", "seq", *axes[:contract])
         out_axes = ("batch", seq, *axes[contract:])
-        y = jnp.tensordot(x, w, contract, out_sharding=explicit(*out_axes))
-        return constrain(y, *out_axes)
+        return constrain(product(x, weight, contract, out_axes), *out_axes)
     x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
-    y = jnp.tensordot(x, w, contract, out_sharding=explicit("batch", *axes[contract:]))
+    y = product(x, weight, contract, ("batch", *axes[contract:]))
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
+
+
+def product(x: jax.Array, weight: nnx.Param, contract: int, out_axes: tuple) -> jax.Array:
+    """tensordot(x, weight) in x's dtype; out_axes: the result's logical axes."""
+    if isinstance(weight, WideWeight):
+        return weight.product(x, contract, out_axes)
+    w = weight[...].astype(x.dtype)
+    return jnp.tensordot(x, w, contract, out_sharding=explicit(*out_axes))
 
 
 def dot(dims: str, x: jax.Array, y: jax.Array, out_sharding=None) -> jax.Array:

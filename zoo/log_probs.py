@@ -27,7 +27,7 @@ def of_targets(model, tokens, targets, segment_ids=None):
     config = model.config
     batch = Batch(*(stripe(config, x) for x in (tokens, targets, segment_ids)))
     tables = model.tables()
-    x_BTD, metrics = model.run_training(tables, batch)
+    x_BTD, metrics = model.run_batch(tables, batch)
     x_BTD, bias_RV = model.final_norm(x_BTD), model.bias_copies()
     log_probs_BT = log_probs(x_BTD, tables[-1], batch.targets, config, bias_RV)
     return stripe(config, log_probs_BT, back=True), metrics
@@ -56,7 +56,7 @@ def outputs(model, tokens, targets, segment_ids=None):
     config = model.config
     batch = Batch(*(stripe(config, x) for x in (tokens, targets, segment_ids)))
     tables = model.tables()
-    x_BTD, metrics = model.run_training(tables, batch)
+    x_BTD, metrics = model.run_batch(tables, batch)
     x_BTD = gather(model.final_norm(x_BTD))
     return stripe(config, x_BTD, "act_embed", back=True), tables[-1], metrics
 

@@ -71,7 +71,7 @@ def objective_with_mtp(model, batch: Batch) -> Objective:
     next_BT = stripe(config, next_BT)
     second_BT = stripe(config, second_BT)
     tables = model.tables()
-    x_BTD, metrics = model.run_training(tables, batch)
+    x_BTD, metrics = model.run_batch(tables, batch)
     x_BTD = model.final_norm(x_BTD)
     total, count = cross_entropy(x_BTD, tables[-1], batch.targets, config)
 

@@ -17,7 +17,11 @@ from .strategies import DECODER
 
 
 def embed_patches(
-    image_BWWC: jax.Array, patch: nnx.Param, bias: nnx.Param, names: dict[str, str], dtype: str
+    image_BWWC: jax.Array,
+    patch: nnx.Param,
+    bias: nnx.Param | None,
+    names: dict[str, str],
+    dtype: str,
 ) -> jax.Array:
     """Cuts images into patches and multiplies each by `patch` [P, P, C, D]: [B, T, D], row by row.
 
@@ -31,6 +35,18 @@ def embed_patches(
     patches = reshape(rows.swapaxes(2, 3), (B, G * G, P, P, C), "batch", *[None] * 4)
     x_BTD = multiply(patches, in_use(patch, names, dtype), contract=3)
     return constrain(add_bias(x_BTD, bias), "batch", None, "act_embed")
+
+
+def prepend(token: nnx.Param, x_BTD: jax.Array) -> jax.Array:
+    """A token, such as one for the class, in front of all positions: float32 [B, 1 + T, D].
+
+    In float32 its gradient, as that of positions which are then added, is summed over B in float32.
+    """
+    where = explicit("batch", None, "act_embed")
+    token_D = constrain(token[...], "act_embed")
+    shape = (len(x_BTD), 1, len(token_D))
+    token_B1D = jnp.broadcast_to(token_D[None, None], shape, out_sharding=where)
+    return jnp.concatenate([token_B1D, x_BTD.astype(jnp.float32)], axis=1)
 
 
 class Pooling(nnx.Module):
@@ -49,7 +65,7 @@ class Pooling(nnx.Module):
         self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), D**-0.5)
         self.o_bias = zeros((D,), ("norm",))
         self.norm = layer_norm(D, config.norm_eps, config.dtype)
-        self.mlp = GeluMLP(config, approximate=True, rngs=rngs)
+        self.mlp = GeluMLP(config, activation=config.activation, rngs=rngs)
 
     def __call__(self, x_BTD):
         used = in_use(self, DECODER.in_use, self.config.dtype)

@@ -153,6 +153,13 @@ def has_slot(weight) -> bool:
     return isinstance(weight, WeightAndSlot)
 
 
+def cast(weight, dtype=None) -> jax.Array:
+    """A weight in `dtype`, or in its own if that is None; the gradient of one with a slot is the slot's."""
+    if has_slot(weight):
+        return weight.in_use(dtype or weight.weight.dtype)
+    return weight.astype(dtype or weight.dtype)
+
+
 def in_use(weights, names: dict[str, str], dtype=None):
     """Casts a module's or variable's weights to `dtype` and reshards them to their axes in use.
 
@@ -168,7 +175,7 @@ def in_use(weights, names: dict[str, str], dtype=None):
     def gather(weight):
         w, axes = weight.get_value(), weight.out_sharding
         if names.keys() & set(axes):
-            w = w.in_use(dtype or w.weight.dtype) if has_slot(w) else w.astype(dtype or w.dtype)
+            w = cast(w, dtype)
             # Inside a scan over layers, weights have no layer dim.
             axes = tuple(names.get(axis, axis) for axis in axes[-w.ndim :])
             w = constrain(w, *axes)

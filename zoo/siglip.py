@@ -1,12 +1,15 @@
 """SigLIP: two towers, of images and of texts, whose embeddings agree for a pair (Zhai et al. 2023).
 
-Each tower is a Transformer that attends in both directions: LayerNorm before each sublayer, biases,
-learned positions, GELU by tanh. One learned query pools the image's patches; the last position stands
-for the text. The loss compares all images of the global batch with all texts (pairs.py): SigLIP's
-sigmoid of each pair, or CLIP's softmax over each row (Radford et al. 2021).
+Each tower is a Transformer (towers.py) with learned positions that attends in both directions. One
+learned query pools the image's patches; the last position stands for the text. The loss compares all
+images of the global batch with all texts (pairs.py): SigLIP's sigmoid of each pair, or CLIP's softmax
+over each row.
+
+With `clip`, it is CLIP (Radford et al. 2021): a class token stands for the image, a position attends
+to earlier ones of its text, whose end token stands for it, and each tower's embedding is projected.
 
 Shapes: B batch, T positions, W image height and width, P patch height and width, C image channels, D
-embed, also of the joint embeddings, N heads, H head dim, F mlp, V vocab, L layers of a tower.
+embed of a tower, E joint embedding, N heads, H head dim, F mlp, V vocab, L layers of a tower.
 
     model = Siglip(Config.tiny(), rngs=nnx.Rngs(0))
     image_BD, text_BD = model.embed_images(image_BWWC), model.embed_texts(tokens_BT)
@@ -18,24 +21,24 @@ RULES, at the end of this file, shard it on a mesh; transformer.py shows how.
 import dataclasses
 import functools
 import math
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import Attention, make_positions
 from .classes import unit
 from .config import Compute
-from .gelu import GeluMLP, layer_norm
-from .layers import Kind, add_output, dot
+from .gelu import GELU, layer_norm
+from .layers import Kind, apply_norm, dot
 from .pairs import EXCHANGES, LOSSES, loss_of_pairs
-from .patches import Pooling, embed_patches
+from .patches import Pooling, embed_patches, prepend
 from .sharding import (
     Rules, check_rules, complete_tables, constrain, explicit, in_use, param, variable, zeros,
 )  # fmt: skip
-from .stack import layer_in_use, scan_layers, stack
 from .strategies import DECODER, encoder_rules
-from .vocabulary import look_up, table_copies
+from .towers import Tower, image_and_text
+from .vocabulary import copies_in_use, look_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Config(Compute):
     vocab_size: int
     max_positions: int  # T, tokens of a text
     embed: int
-    num_layers: int  # of each tower
+    num_layers: int  # of a tower
     num_heads: int
     mlp: int  # F, hidden width of the MLP
     channels: int = 3  # C, of the image
@@ -56,23 +59,34 @@ class Config(Compute):
     # How embeddings of texts meet all images: gather, ring (less memory), or local, which is another
     # loss, of the pairs on a device.
     pairs: str = "gather"
+    clip: bool = False  # whether the towers are CLIP's
+    activation: str = "tanh"  # of the MLPs: GELU, exact, by tanh or quick: x · sigmoid(1.702 x)
+    joint: int = 0  # E, dims of embeddings; 0: embed, which SigLIP needs
+    text_tower: tuple[int, ...] = ()  # embed, num_layers, num_heads and mlp of texts; (): as images
+    end_token: int = (
+        0  # of CLIP: the first such token stands for a text; 0: that of the largest number
+    )
     layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)
     # How pictures become inputs: saved with the model and read by data pipelines.
     mean: tuple[float, ...] = ()  # of pixel values from 0 to 1, for each channel
     std: tuple[float, ...] = ()  # inputs are (pixel - mean) / std
     resample: str = "bilinear"  # filter that resizes pictures
+    center_crop: bool = False  # whether pictures are cut to a square, instead of stretched
     labels: tuple[str, ...] = ()  # names of the classes, from which captions are made
 
     causal = False
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = (*Compute.MAY_BE_ZERO, "joint", "end_token")
 
     def __post_init__(self):
-        for name, part in (("image_size", "patch"), ("embed", "num_heads")):
-            if (whole := vars(self)[name]) % vars(self)[part]:
-                raise ValueError(f"{name}={whole} is not divisible by {part}={vars(self)[part]}")
-        for name, valid in (("loss", LOSSES), ("pairs", EXCHANGES)):
+        for name, valid in (("loss", LOSSES), ("pairs", EXCHANGES), ("activation", (*GELU,))):
             if vars(self)[name] not in valid:
                 raise ValueError(f"{name}={vars(self)[name]!r} is not one of {', '.join(valid)}")
         super().__post_init__()
+        if self.image_size % self.patch:
+            raise ValueError(f"image_size={self.image_size} is not divisible by patch={self.patch}")
+        if not self.clip and self.joint not in (0, self.embed):
+            raise ValueError(f"joint={self.joint} is not embed={self.embed}, and clip is off")
+        image_and_text(self)
 
     @property
     def head_dim(self) -> int:
@@ -134,91 +148,78 @@ AXES = dataclasses.replace(
 )
 
 
-class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        norm = functools.partial(layer_norm, config.embed, config.norm_eps, config.dtype)
-        self.attention_norm = norm()
-        self.attention = Attention(config, biases=("q", "k", "v", "o"), rngs=rngs)
-        self.mlp_norm = norm()
-        self.mlp = GeluMLP(config, approximate=True, rngs=rngs)
-
-    def __call__(self, x_BTD, positions, kind):
-        out_BTD, _ = self.attention(self.attention_norm(x_BTD), positions, kind)
-        x_BTD = add_output(x_BTD, out_BTD)
-        x_BTD = add_output(x_BTD, self.mlp(self.mlp_norm(x_BTD)))
-        # Rules may split biases; the residual stream stays whole.
-        return constrain(x_BTD, "batch", "residual_seq", "act_embed")
-
-
-class Tower(nnx.Module):
-    """x_BTD → x_BTD: stacked layers and a norm."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.config = config
-        self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
-        self.final_norm = layer_norm(config.embed, config.norm_eps, config.dtype)
-
-    def __call__(self, x_BTD):
-        config = self.config
-        positions = make_positions(config, jnp.zeros(x_BTD.shape[:2], jnp.int32))
-
-        def run_layer(x_BTD, layer, kind):
-            layer = layer_in_use(layer, AXES.in_use, config)  # inside remat, which gathers again
-            return layer(x_BTD, positions, kind), None
-
-        remat = config.REMAT[config.remat]
-        x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
-        x_BTD, _ = scan_layers(run_layer, x_BTD, self.layers, config.kinds, remat, config.unroll)
-        return constrain(self.final_norm(x_BTD), "batch", None, "act_embed")
-
-
 class Siglip(nnx.Module):
     """Images and texts in, embeddings of length 1 out. See the module's docstring."""
 
     axes = AXES
+    patch_bias: Any  # None, as others, for a form of model without it
+    text_head_bias: Any
+    score_bias: Any
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
-        P, C, D, T = config.patch, config.channels, config.embed, config.max_positions
+        image, text = image_and_text(config)
+        P, C, D, E = config.patch, config.channels, config.embed, config.joint or config.embed
         axes = ("patch_rows", "patch_columns", "channels", "embed")
         self.patch = param(rngs, (P, P, C, D), axes, (P * P * C) ** -0.5)
-        self.patch_bias = zeros((D,), ("norm",))
-        self.positions = param(rngs, (config.num_patches, D), ("positions", "embed"), 0.5)
-        self.image = Tower(config, rngs=rngs)
-        self.pooling = Pooling(config, rngs=rngs)
-        self.words = param(rngs, (config.vocab_size, D), ("words", "embed"), 0.5)
+        self.patch_bias = None if config.clip else zeros((D,), ("norm",))
+        self.class_token = param(rngs, (D,), ("norm",), 0.5) if config.clip else None
+        shape = (config.num_patches + config.clip, D)
+        self.positions = param(rngs, shape, ("positions", "embed"), 0.5)
+        self.image_norm = layer_norm(D, config.norm_eps, config.dtype) if config.clip else None
+        self.image = Tower(image, rngs=rngs)
+        self.pooling = None if config.clip else Pooling(config, rngs=rngs)
+        head = functools.partial(param, rngs, axes=("embed", "norm"))
+        self.image_head = head((D, E), stddev=D**-0.5) if config.clip else None
+        V, T, D = config.vocab_size, config.max_positions, text.embed
+        self.words = param(rngs, (V, D), ("words", "embed"), 0.5)
         self.text_positions = param(rngs, (T, D), ("text_positions", "embed"), 0.5)
-        self.text = Tower(config, rngs=rngs)
-        self.text_head = param(rngs, (D, D), ("embed", "norm"), D**-0.5)
-        self.text_head_bias = zeros((D,), ("norm",))
+        self.text = Tower(text, rngs=rngs)
+        self.text_head = head((D, E), stddev=D**-0.5)
+        self.text_head_bias = None if config.clip else zeros((E,), ("norm",))
         # Scores are x · y · exp(log_scale) + score_bias; at first, most pairs are none.
-        self.log_scale = variable(jnp.full(1, math.log(10.0), jnp.float32), ("score",))
-        self.score_bias = variable(jnp.full(1, -10.0, jnp.float32), ("score",))
+        scale = 1 / 0.07 if config.clip else 10.0
+        self.log_scale = variable(jnp.full(1, math.log(scale), jnp.float32), ("score",))
+        bias = None if config.clip else jnp.full(1, -10.0, jnp.float32)
+        self.score_bias = None if bias is None else variable(bias, ("score",))
 
     def embed_images(self, image_BWWC) -> jax.Array:
-        """Embeddings of images, [B, D], float32, of length 1."""
+        """Embeddings of images, [B, E], float32, of length 1."""
         check_rules(AXES.logical_axes)
-        dtype = self.config.dtype
-        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, dtype)
-        return unit(self.pooling(self.image(self._add_positions(x_BTD, self.positions))))
+        config = self.config
+        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, config.dtype)
+        if self.class_token is not None:
+            x_BTD = prepend(self.class_token, x_BTD)
+        x_BTD = self._add_positions(x_BTD, self.positions)
+        x_BTD = self.image(apply_norm(self.image_norm, x_BTD))
+        x_BD = x_BTD[:, 0] if self.pooling is None else self.pooling(x_BTD)
+        return unit(x_BD if self.image_head is None else self._project(x_BD, self.image_head, None))
 
     def embed_texts(self, tokens_BT) -> jax.Array:
-        """Embeddings of texts, [B, D], float32, of length 1. Padding is a token like others."""
+        """Embeddings of texts, [B, E], float32, of length 1. Padding is a token like others."""
         check_rules(AXES.logical_axes)
-        x_BTD = look_up(table_copies(self.words, self.config.dtype), tokens_BT)
+        x_BTD = look_up(copies_in_use(self.words, self.config), tokens_BT)
         x_BTD = self.text(self._add_positions(x_BTD, self.text_positions))
-        head = in_use(self.text_head, AXES.in_use, x_BTD.dtype)
-        x_BD = dot("BD,DE->BE", x_BTD[:, -1], head[...], explicit("batch", None))
-        x_BD = (x_BD + self.text_head_bias[...][None]).astype(x_BTD.dtype)
-        return unit(constrain(x_BD, "batch", "act_embed"))
+        x_BD = x_BTD[:, -1]
+        if self.config.clip:
+            end = self.config.end_token
+            end_B = (tokens_BT == end if end else tokens_BT).argmax(axis=1)
+            is_end_BT = jax.nn.one_hot(end_B, tokens_BT.shape[1], dtype=x_BTD.dtype)
+            is_end_BT = constrain(is_end_BT, "batch", None)
+            x_BD = dot("BT,BTD->BD", is_end_BT, x_BTD, explicit("batch", "act_embed"))
+        return unit(self._project(x_BD.astype(x_BTD.dtype), self.text_head, self.text_head_bias))
+
+    def _project(self, x_BD, head: nnx.Param, bias) -> jax.Array:
+        head = in_use(head, AXES.in_use, x_BD.dtype)
+        x_BE = dot("BD,DE->BE", x_BD, head[...], explicit("batch", None))
+        x_BE = x_BE if bias is None else x_BE + bias[...][None]
+        return constrain(x_BE.astype(x_BD.dtype), "batch", "act_embed")
 
     def _add_positions(self, x_BTD, table: nnx.Param) -> jax.Array:
         """Adds learned positions in float32, so that their gradient is summed over B in float32."""
         table_TD = constrain(in_use(table, AXES.in_use, self.config.dtype)[...], None, "act_embed")
         sum_BTD = x_BTD.astype(jnp.float32) + table_TD.astype(jnp.float32)[None]
-        return sum_BTD.astype(x_BTD.dtype)
+        return sum_BTD.astype(self.config.dtype)
 
     def embed_pairs(self, image, tokens, label):
         """(embeddings of images and of texts, [B, D], and which rows count, bool [B])."""
@@ -227,8 +228,9 @@ class Siglip(nnx.Module):
     def compare(self, image_BD, text_BD, counted_B):
         """The loss of all pairs of the batch: (sum over rows, number of rows, aux)."""
         config = self.config
+        bias = jnp.float32(0) if self.score_bias is None else self.score_bias[0]
         total = loss_of_pairs(
-            image_BD, text_BD, counted_B, jnp.exp(self.log_scale[0]), self.score_bias[0],
+            image_BD, text_BD, counted_B, jnp.exp(self.log_scale[0]), bias,
             loss=config.loss, exchange=config.pairs,
         )  # fmt: skip
         count = counted_B.sum().astype(jnp.float32)

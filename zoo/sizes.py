@@ -1,8 +1,9 @@
-"""Published sizes of Llama's relatives, beside those in transformer.py and moe.py."""
+"""Published sizes of Llama's relatives and CLIP, beside those in transformer.py, moe.py and siglip.py."""
 
 from .layers import Kind
 from .rope_scaling import Yarn
 from .moe import SIZES as MOE_SIZES, Config as MoEConfig
+from .siglip import SIZES as SIGLIP_SIZES, Config as SiglipConfig
 from .transformer import SIZES as TRANSFORMER_SIZES, Config as TransformerConfig
 
 OLMO2 = {
@@ -165,6 +166,25 @@ def glm45() -> MoEConfig:
     )  # fmt: skip
 
 
+CLIP = {"norm_eps": 1e-5, "loss": "softmax", "clip": True, "activation": "quick"}
+
+
+def clip_b32() -> SiglipConfig:
+    """151,277,313 parameters. CLIP ViT-B/32."""
+    return SiglipConfig(
+        224, 32, 49_408, 77, 768, 12, num_heads=12, mlp=3_072, joint=512,
+        text_tower=(512, 12, 8, 2_048), **CLIP,
+    )  # fmt: skip
+
+
+def clip_l14() -> SiglipConfig:
+    """427,616,513 parameters. CLIP ViT-L/14."""
+    return SiglipConfig(
+        224, 14, 49_408, 77, 1_024, 24, num_heads=16, mlp=4_096, joint=768,
+        text_tower=(768, 12, 12, 3_072), **CLIP,
+    )  # fmt: skip
+
+
 TRANSFORMER = TRANSFORMER_SIZES | {
     "mistral_small_24b": mistral_small_24b,
     "ministral3_8b": ministral3_8b,
@@ -185,3 +205,5 @@ MOE = MOE_SIZES | {
     "glm45_air": glm45_air,
     "glm45": glm45,
 }
+
+SIGLIP = SIGLIP_SIZES | {"clip_b32": clip_b32, "clip_l14": clip_l14}

@@ -31,6 +31,9 @@ REMAT_POLICIES = {
     ),
 }  # fmt: skip
 
+# Axes that weights in use still have as at rest: experts.mix gathers them.
+GATHERED_LATER = {"expert_embed": "expert_embed"}
+
 
 def stack(make_layer, num_layers: int, rngs: nnx.Rngs, axis: str = "layers"):
     """Builds `num_layers` layers as one module; its variables start with L, logical axis `axis`.
@@ -87,7 +90,7 @@ def scan_layers(
       of each stack).
     """
     if shards("layers") > 1:
-        raise ValueError("the rules split the layers into stages, which only `loss` runs")
+        raise ValueError("the rules split the layers into stages, which can't generate")
     offloads = remat is REMAT_POLICIES["offload"]
 
     def run_layer(x, layer, kind):
@@ -103,17 +106,21 @@ def scan_layers(
 
 
 def layer_in_use(layer, names: dict[str, str], config):
-    """`in_use` for a layer; its weights then multiply in the format of config.matmul.
+    """`in_use` for a layer; its weights then multiply in the format of config.matmul, and devices add
+    their gradients in config.reduce_dtype.
 
     Args:
       names: a weight's logical axis at rest → its name in use.
     """
-    used = in_use(layer, names, config.dtype)
+    if config.reduce_dtype:
+        from .float32_sums import wide_in_use
+
+        return wide_in_use(layer, names, config.dtype)
     if not config.matmul:
-        return used
+        return in_use(layer, names | GATHERED_LATER, config.dtype)
     from .low_precision import lowered
 
-    return lowered(layer, used, names, config)
+    return lowered(layer, in_use(layer, names, config.dtype), names, config)
 
 
 def fit_rules(method):

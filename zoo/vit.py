@@ -34,7 +34,7 @@ from flax import nnx
 from .classes import class_loss
 from .gelu import GeluMLP, layer_norm
 from .layers import adapters, add_bias, add_output, dot, gather, project
-from .patches import embed_patches
+from .patches import embed_patches, prepend
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param,
 )  # fmt: skip
@@ -67,6 +67,7 @@ class Config:
     dtype: str = "float32"  # dtype of activations and matmuls; parameters, norms and loss: float32
     matmul: str = ""  # format of the layers' matmuls: "int8" or "fp8", with scales; "": dtype
     matmul_backward: str = ""  # format of these matmuls' gradients: "bfloat16"; "": as matmul
+    reduce_dtype: str = ""  # in which devices add gradients of weights: "float32"; "": dtype
     remat: str = "full"  # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
     unroll: int = 1  # layers per scan iteration; unrolling all: faster, slower to compile
     # How pictures become inputs: saved with the model and read by data pipelines.
@@ -90,6 +91,10 @@ class Config:
                 raise ValueError(f"{name} {whole} is not divisible by {part}")
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"remat {self.remat!r} is not one of {', '.join(REMAT_POLICIES)}")
+        if self.reduce_dtype and self.matmul:
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype} is for matmuls in dtype, and matmul={self.matmul}"
+            )
         known = type(self).lora_targets
         for name in self.lora_targets:
             if name not in known:
@@ -163,7 +168,7 @@ class Layer(nnx.Module):
         self.attention_norm = norm()
         self.attention = SelfAttention(config, rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = GeluMLP(config, approximate=False, rngs=rngs)
+        self.mlp = GeluMLP(config, activation="exact", rngs=rngs)
 
     def __call__(self, x_BTD):
         out_BTD = self.attention(self.attention_norm(x_BTD))
@@ -214,14 +219,9 @@ class ViT(nnx.Module):
 
     def embed_patches(self, image_BWWC) -> jax.Array:
         """The class token and embeddings of all patches, with their positions: [B, T, D]."""
-        config, dtype = self.config, self.config.dtype
-        B = len(image_BWWC)
+        dtype = self.config.dtype
         x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, dtype)
-        # Both are added in float32, so that their gradients are summed over B in float32.
-        token_D = constrain(self.class_token[...], "act_embed")
-        where = explicit("batch", None, "act_embed")
-        token_B1D = jnp.broadcast_to(token_D[None, None], (B, 1, config.embed), out_sharding=where)
-        x_BTD = jnp.concatenate([token_B1D, x_BTD.astype(jnp.float32)], axis=1)
+        x_BTD = prepend(self.class_token, x_BTD)
         positions_TD = constrain(in_use(self.positions, AXES.in_use, dtype)[...], None, "act_embed")
         return (x_BTD + positions_TD.astype(jnp.float32)[None]).astype(dtype)
 

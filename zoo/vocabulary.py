@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .layers import dot, gather, soft_cap
-from .sharding import auto, constrain, device, explicit, param, reshape, shards
+from .sharding import auto, cast, constrain, device, explicit, param, reshape, shards
 
 
 class Batch(NamedTuple):
     """Arrays [B, T] of a training batch; see decoder.Decoder.loss."""
 
     tokens: jax.Array
-    targets: jax.Array
+    targets: jax.Array | None  # None for logits
     segment_ids: jax.Array | None
 
 
@@ -72,7 +72,7 @@ def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
     are summed once, in the transpose of this broadcast; otherwise they would be summed in every
     chunk. V is padded with zeros to a multiple of its own shards.
     """
-    table_VD = table[...].astype(dtype)
+    table_VD = cast(table.get_value(), dtype)
     vocab, *rest = table.out_sharding
     rest = ["act_embed"] * len(rest)
     if padding := -len(table_VD) % shards(vocab):
@@ -82,6 +82,15 @@ def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
     axes = (SHARDS, vocab, *rest)
     shape = (shards(SHARDS), *table_VD.shape)
     return constrain(jnp.broadcast_to(table_VD, shape, out_sharding=explicit(*axes)), *axes)
+
+
+def copies_in_use(table: nnx.Param, config) -> jax.Array:
+    """`table_copies` in config.dtype; devices add their gradients in config.reduce_dtype."""
+    if not config.reduce_dtype:
+        return table_copies(table, config.dtype)
+    from .float32_sums import summed_in_float32
+
+    return summed_in_float32(table_copies, table, config.dtype)
 
 
 def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:

@@ -47,9 +47,10 @@ def model(name: str) -> type:
 
 def sizes(name: str) -> dict[str, Callable[[], Any]]:
     """The entry's named sizes: those in its file, and published ones of its relatives."""
-    from zoo.sizes import MOE, TRANSFORMER
+    from zoo.sizes import MOE, SIGLIP, TRANSFORMER
 
-    return {"transformer": TRANSFORMER, "moe": MOE}.get(name) or zoo_file(name).SIZES
+    relatives = {"transformer": TRANSFORMER, "moe": MOE, "siglip": SIGLIP}
+    return relatives.get(name) or zoo_file(name).SIZES
 
 
 def config_json(config) -> dict[str, Any]:

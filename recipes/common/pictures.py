@@ -21,3 +21,17 @@ class Pictures:
     label_column: str = flag("label", "Column with their labels.", "data")
     crop: bool = flag(True, "Shift training pictures at random, by up to an eighth.", "data")
     flip: bool = flag(False, "Mirror half of the training pictures, left to right.", "data")
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptionedPictures(Pictures):
+    """Flags of pictures with captions."""
+
+    dataset: str = flag(
+        "digits",
+        "Pictures with captions: digits, a folder, a pattern of Parquet or tar files, or hf:NAME.",
+        "data",
+    )
+    caption_column: str = flag(
+        "", "Column with captions; empty: caption or text, or for hf: datasets none.", "data"
+    )

@@ -29,6 +29,8 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "cudnn": "the attention kernel of NVIDIA GPUs",
     "delta_context": "a state that travels between devices (rules with cp)",
     "flash": "attention on any platform, and on rings of devices",
+    "float32_sums": "sums of gradients over devices in float32 (reduce_dtype)",
+    "gpipe": "logits, and losses of one's own, in pipelines (rules with pp)",
     "log_probs": "preference tuning",
     "lora": "adapters (lora_rank)",
     "low_precision": "low precision (matmul)",

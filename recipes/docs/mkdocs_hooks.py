@@ -5,9 +5,12 @@ host. Files that pages link to become pages of their own, with an anchor for eac
 the explorer is written anew.
 """
 
+import contextlib
 import functools
+import io
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -117,15 +120,23 @@ def source_page(path: str) -> str:
 
 @functools.cache
 def flags() -> str:
-    """A page with the flags of every command, as `--help` prints them."""
-    text = "# Flags by command\n"
+    """A page with the flags of every command."""
+    command = [sys.executable, "-m", "recipes.docs.mkdocs_hooks"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def print_flags() -> None:
+    """Prints that page. One process runs `--help` of all commands, so JAX is imported once."""
+    print("# Flags by command")
     for name in sorted(["copy", *(path.stem for path in (ROOT / "recipes").glob("[!_]*.py"))]):
         for argv in COMMANDS.get(name, [[]]):
-            command = [sys.executable, "-m", f"recipes.{name}", *argv, "--help"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+            sys.argv = [name, *argv, "--help"]
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+                runpy.run_module(f"recipes.{name}", run_name="__main__", alter_sys=True)
             title = " ".join((f"recipes.{name}", *argv))
-            text += f"\n## {title}\n\n```text\n{done.stdout.rstrip()}\n```\n"
-    return text
+            print(f"\n## {title}\n\n```text\n{shown.getvalue().rstrip()}\n```")
 
 
 @functools.cache
@@ -136,3 +147,7 @@ def explorer() -> str:
         command = [sys.executable, "-m", "recipes.explore", f"--html={page}", "--source=./"]
         subprocess.run([*command, "--open=false"], cwd=ROOT, check=True)
         return page.read_text()
+
+
+if __name__ == "__main__":
+    print_flags()

@@ -41,6 +41,7 @@ FOR_EXPERTS = (
 )
 TOKENS_BT = np.random.default_rng(0).integers(0, 64, (2, 24))
 
+TWO_TOWERS = ("SiglipConfig", "CLIPConfig")
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -203,6 +204,35 @@ FAMILIES |= {  # image classifiers
         "bfloat16",
     ),
 }
+SIDE = {"hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 5}
+SIDE |= {"intermediate_size": 40, "layer_norm_eps": 1e-5}
+TEXTS = SIDE | {"vocab_size": 41, "max_position_embeddings": 7}
+PIXELS = {"image_size": 9, "patch_size": 3, "hidden_size": 12, "num_attention_heads": 3}
+TOWERS = (("1x1", "dp"), ("4x2", "fsdp_tp"), ("1x8", "tp"))
+FAMILIES |= {  # two towers, at sizes that no mesh axis divides but the width of MLPs
+    "siglip": Family(
+        "SiglipConfig",
+        {"text_config": TEXTS, "vision_config": SIDE | {"image_size": 9, "patch_size": 3}},
+        meshes=TOWERS,
+    ),
+    "siglip_unlike": Family(  # a smaller tower of images, whose width the texts are projected to
+        "SiglipConfig",
+        {"text_config": TEXTS | {"projection_size": 12}, "vision_config": SIDE | PIXELS},
+        "bfloat16", meshes=TOWERS,
+    ),
+    "clip": Family(
+        "CLIPConfig",
+        {"text_config": TEXTS | {"eos_token_id": 40}, "vision_config": SIDE | PIXELS}
+        | {"projection_dim": 14},
+        meshes=TOWERS,
+    ),
+    "clip_older": Family(  # the largest token ends a text; exact GELU, as of LAION
+        "CLIPConfig",
+        {"text_config": TEXTS | {"eos_token_id": 2, "hidden_act": "gelu"}}
+        | {"vision_config": SIDE | PIXELS | {"num_hidden_layers": 2, "hidden_act": "gelu"}},
+        "bfloat16", meshes=TOWERS,
+    ),
+}  # fmt: skip
 ENCODER = {"vocab_size": 67, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 40}
 ROBERTA = ENCODER | {"max_position_embeddings": 42, "pad_token_id": 1, "layer_norm_eps": 1e-5}
 MODERN = ENCODER | {"num_hidden_layers": 4, "local_attention": 8, "norm_eps": 1e-4}
@@ -458,7 +488,7 @@ FAMILIES |= {  # gated delta networks, at sizes that no mesh axis divides; layer
 NOT_GOLDEN = {"qwen3_moe_dense", "phi3_short", "odd_qwen2_moe", "glm"}
 NOT_GOLDEN |= {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
-NOT_GOLDEN |= {"odd_gpt2", "odd_gemma3", "odd_gpt_oss", "odd_vit"}
+NOT_GOLDEN |= {"siglip_unlike", "clip_older", "odd_gpt2", "odd_gemma3", "odd_gpt_oss", "odd_vit"}
 NOT_GOLDEN |= {"deepseek_v2", "odd_deepseek_v3", "odd_deepseek_v2"}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
@@ -510,7 +540,9 @@ def make(family: Family, folder: pathlib.Path) -> None:
         }
     if "BertConfig" in family.config or "RobertaConfig" in family.config:
         del options["num_key_value_heads"]
-    if "text_config" in options:  # a model that reads text and images
+    if family.config in TWO_TOWERS:
+        options = family.options
+    elif "text_config" in options:  # a model that reads text and images
         options = family.options | {"text_config": SIZES | family.options["text_config"]}
     config = getattr(transformers, family.config)(**options)
     model = loader(config).from_config(config)
@@ -518,18 +550,36 @@ def make(family: Family, folder: pathlib.Path) -> None:
         for name, weight in model.named_parameters():
             norm = "norm" in name.lower() or (".ln_" in name and name.endswith("weight"))
             mean = 1.0 if name.endswith("linear_attn.norm.weight") else family.norms * norm
-            weight.copy_(0.15 * torch.randn(weight.shape) + mean)
+            size = 0.3 if family.config in TWO_TOWERS else 0.15
+            mean += 2.0 * (name == "logit_scale")  # scores matter
+            weight.copy_(size * torch.randn(weight.shape) + mean)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # large enough to change choices
                 buffer.copy_(0.1 * torch.randn(buffer.shape))
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if family.config in TWO_TOWERS:
+        write_processor(config, folder)
     if family.config == "ViTConfig":
         colors = {
             name: [0.4, 0.5, 0.6][: config.num_channels] for name in ("image_mean", "image_std")
         }
         size = {"height": config.image_size, "width": config.image_size}
         transformers.ViTImageProcessor(size=size, resample=3, **colors).save_pretrained(folder)
+
+
+def write_processor(config, folder: pathlib.Path) -> None:
+    """Says how pictures become the inputs of two towers; CLIP's are cut to a square."""
+    import transformers
+
+    W = config.vision_config.image_size
+    square = {"height": W, "width": W}
+    colors = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4], "resample": 3}
+    if config.model_type == "clip":
+        colors |= {"size": {"shortest_edge": W}, "crop_size": square}
+        transformers.CLIPImageProcessor(**colors).save_pretrained(folder)
+    else:
+        transformers.SiglipImageProcessor(size=square, **colors).save_pretrained(folder)
 
 
 def loader(config):
@@ -540,6 +590,8 @@ def loader(config):
         return transformers.AutoModelForImageClassification
     if "bert" in config.model_type:
         return transformers.AutoModelForMaskedLM
+    if config.model_type in ("siglip", "clip"):
+        return transformers.AutoModel
     if hasattr(config, "vision_config"):
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
@@ -599,6 +651,13 @@ def their_logits(folder: pathlib.Path, adapter: pathlib.Path | None = None) -> n
         import peft
 
         model = peft.PeftModel.from_pretrained(model, adapter)
+    if config.model_type in ("siglip", "clip"):
+        texts = config.text_config
+        sizes = config.vision_config.image_size, texts.max_position_embeddings, texts.vocab_size
+        image, tokens = map(torch.tensor, pairs(*sizes))
+        with torch.no_grad():
+            out = model(input_ids=tokens, pixel_values=image.permute(0, 3, 1, 2))
+        return torch.cat([out.image_embeds, out.text_embeds, out.logits_per_image], 1).numpy()
     given = torch.tensor(inputs(config))
     with torch.no_grad():
         return model(given.permute(0, 3, 1, 2) if given.ndim == 4 else given).logits.numpy()
@@ -609,10 +668,41 @@ def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") 
     source = checkpoint.find(path, base=base)
     layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
     variables = checkpoint.restore_variables(source, layout)
+    if layout.model.compares_pairs:
+        return our_pairs(layout, variables)
     given = inputs(layout.config)
     rows = np.resize(given, (max(len(given), layout.batch_shards), *given.shape[1:]))
     logits = layout.compile(lambda v, x: layout.model.merge(v)(x), variables, rows)
     return np.asarray(logits(variables, rows))[: len(given)]
+
+
+def pairs(image_size: int, length: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs of two towers: images [B, W, W, C] and tokens [B, T], which the largest one ends."""
+    random, rows = np.random.default_rng(0), 8
+    image_BWWC = random.normal(size=(rows, image_size, image_size, 3)).astype(np.float32)
+    tokens_BT = random.integers(3, vocab_size - 1, (rows, length)).astype(np.int32)
+    tokens_BT[np.arange(rows), random.integers(1, length, rows)] = vocab_size - 1
+    tokens_BT[0, -1] = vocab_size - 1  # a second one, as padding is for CLIP
+    return image_BWWC, tokens_BT
+
+
+def our_pairs(layout, variables) -> np.ndarray:
+    """[B, 2E + B]: the embeddings of images and texts, and their scores."""
+    import jax.numpy as jnp
+
+    config = layout.config
+    given = pairs(config.image_size, config.max_positions, config.vocab_size)
+
+    def run(variables, image_BWWC, tokens_BT):
+        model = layout.model.merge(variables)
+        image_BE, text_BE = model.embed_images(image_BWWC), model.embed_texts(tokens_BT)
+        bias = 0.0 if model.score_bias is None else model.score_bias[...]
+        return image_BE, text_BE, jnp.exp(model.log_scale[...]), bias
+
+    image_BE, text_BE, scale, bias = map(
+        np.asarray, layout.compile(run, variables, *given)(variables, *given)
+    )
+    return np.concatenate([image_BE, text_BE, image_BE @ text_BE.T * scale + bias], 1)
 
 
 def params_of(path: str | pathlib.Path) -> dict[str, np.ndarray]:
@@ -849,14 +939,22 @@ def declared_keys() -> dict[str, dict]:
     for family in hf.folder.FAMILIES:
         for name, kind in family.architectures.items():
             default = CONFIG_MAPPING[kind]()
-            keys[name] = {
-                field.name: None if field.default is dataclasses.MISSING else field.default
-                for field in dataclasses.fields(default)
-                if field.name not in of_all and not any(part in field.name for part in UNIMPORTANT)
-            }
+            keys[name] = own_keys(default, of_all)
+            for tower in ("text_config", "vision_config") if family.entry == "siglip" else ():
+                inner = own_keys(getattr(default, tower), of_all)
+                keys[name] |= {f"{tower}.{key}": value for key, value in inner.items()}
             if keys[name].get("rope_parameters", ...) is None:  # its default is made by code
                 keys[name]["rope_parameters"] = default.rope_parameters
     return keys
+
+
+def own_keys(config, of_all: set[str]) -> dict:
+    """Key that a config class declares → default, without those of all classes."""
+    return {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(config)
+        if field.name not in of_all and not any(part in field.name for part in UNIMPORTANT)
+    }
 
 
 def main() -> None:

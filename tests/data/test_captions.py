@@ -43,4 +43,4 @@ def test_a_caption_that_does_not_fit_is_refused():
     with pytest.raises(
         DataError, match="the caption 'seven' has 5 bytes, and the model reads 4; use"
     ):
-        captions.encode("seven", 4)
+        captions.class_tokens(["7"], captions.Texts(4))

@@ -212,6 +212,7 @@ CASES = {
     "dp, teacher tp": {"mesh": "4x2", "strategy": "dp", "rules": "tp"},
     "tp": {"mesh": "1x8", "strategy": "tp"},
     "hsdp_tp": {"mesh": "2x2x2", "strategy": "hsdp_tp", "rules": "fsdp_tp"},
+    "fsdp_pp, teacher pp": {"mesh": "data=4,pipe=2", "strategy": "fsdp_pp", "rules": "pp"},
     "fsdp_cp_tp, teacher fsdp_tp": {
         "mesh": "data=2,seq=2,model=2", "strategy": "fsdp_cp_tp", "rules": "fsdp_tp",
         "teacher": "transformer",
@@ -376,7 +377,7 @@ MISTAKES = {
     "--top_k=9999": "--top_k=9999 is more than the 512 tokens of the vocabulary",
     "--top_k=2 --divergence=reverse": "--divergence=reverse is infinite with --top_k=2",
     "--teacher_logits=there": "--teacher_logits=there needs --top_k; add it, for example",
-    "--mesh=data=4,pipe=2": "distillation needs all layers on every device",
+    "--mesh=data=4,pipe=2 --pipe_microbatches=3": "--pipe_microbatches=3 does not divide the",
 }
 
 

@@ -191,8 +191,18 @@ CASES = {
     "fsdp_tp_sp": {"mesh": "4x2", "strategy": "fsdp_tp_sp"},
     "tp": {"mesh": "1x8", "strategy": "tp"},
     "fsdp": {"mesh": "8", "strategy": "fsdp"},
+    "zero1": {"mesh": "8", "strategy": "zero1"},
     "hsdp_tp": {"mesh": "2x2x2", "strategy": "hsdp_tp"},
+    "hsdp_tp_sp": {"mesh": "2x2x2", "strategy": "hsdp_tp_sp"},
+    "fsdp_cp": {"mesh": "data=2,seq=4", "strategy": "fsdp_cp"},
     "fsdp_cp_tp": {"mesh": "data=2,seq=2,model=2", "strategy": "fsdp_cp_tp"},
+    "fsdp_pp": {"mesh": "data=4,pipe=2", "strategy": "fsdp_pp"},
+    "pp_zero1, stored by pp": {
+        "mesh": "data=4,pipe=2", "strategy": "pp_zero1", "rules": "pp", "reference": "stored",
+    },
+    "fsdp_pp_tp, kto": {
+        "mesh": "data=2,pipe=2,model=2", "strategy": "fsdp_pp_tp", "loss": KTO,
+    },
     "fsdp_cp_tp, reference tp": {
         "mesh": "data=2,seq=2,model=2", "strategy": "fsdp_cp_tp", "rules": "fsdp_tp",
     },
@@ -488,7 +498,7 @@ MISTAKES = {
     "--restore_from=mlp.digits": "--restore_from=mlp.digits is a 'mlp' model, which writes no answers",
     "--bad_weight=2": "--good_weight and --bad_weight are for kto, not --loss=dpo",
     "--reference_rules=no": "--reference_rules=no is not a strategy of this entry",
-    "--mesh=data=4,pipe=2": "preference tuning needs all layers on every device",
+    "--mesh=data=4,pipe=2 --pipe_microbatches=3": "--pipe_microbatches=3 does not divide the",
     "--dataset=missing.jsonl": "--dataset=missing.jsonl does not exist",
     "--tokenizer=bytes": "must be the tokenizer of",
 }

@@ -26,12 +26,12 @@ from tests.support.quick import QUICK
 pytestmark = pytest.mark.promise("precision")
 
 SMALL = (16, 128)  # rows and tokens of a row
+# SigLIP's loss is over pairs: with 16 rows, chance makes the error of its images' queries 1.4 times one
+# device's.
+ROWS = {"siglip": 120}
 LARGE = (64, 256)
 ROUNDING = 2.0**-8  # the error of one number in bfloat16
 BOUND = 1.25  # times one device's error; times the error of a small batch
-# The queries of SigLIP's image tower, heads of 4 dims: each sum over `model` rounds the residual stream
-# once more, and their gradient shows it. With 64 rows 1.23.
-BOUNDS = {"siglip": 1.4}
 STEP_TOLERANCE = 1e-3  # of losses in five steps, relative
 # For a strategy with more axes than eight devices can split.
 WITHOUT_DATA = "data=1,seq=2,expert=2,model=2"
@@ -180,15 +180,16 @@ def record_of(name: str, found: dict[str, float], one: dict[str, float]) -> dict
 
 
 def measure(entry: str, strategy: str, mesh: str) -> dict:
-    found = errors(entry, gradient(entry, mesh, strategy, "bfloat16", SMALL), SMALL)
-    return record_of(entry, found, errors_of_one(entry, SMALL))
+    size = (ROWS.get(entry, SMALL[0]), SMALL[1])
+    found = errors(entry, gradient(entry, mesh, strategy, "bfloat16", size), size)
+    return record_of(entry, found, errors_of_one(entry, size))
 
 
 @pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, []))
 def test_a_mesh_is_as_exact_as_one_device(entry, strategy, mesh, golden):
     record = measure(entry, strategy, mesh)
     golden.rewrite(PRECISION, lambda text: with_record(text, (entry, strategy, mesh), record))
-    assert record["ratio"] < BOUNDS.get(entry, BOUND), record
+    assert record["ratio"] < BOUND, record
 
 
 LARGE_CASES = [(name, "64×256", "1x1") for name in ("transformer", "transformer:int8")]
@@ -234,4 +235,4 @@ def test_the_golden_has_every_case(golden):
         names = [name for name in names if name in record]
     assert [*record] == names, "run python -m tests.by_hand.precision_table"
     for case, found in record.items():
-        assert found["ratio"] < BOUNDS.get(case.partition(" ")[0], BOUND), case
+        assert found["ratio"] < BOUND, case

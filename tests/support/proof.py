@@ -70,12 +70,12 @@ The largest |g − g₁| / |g₁| of any parameter in five steps. The tolerance 
 
 The largest error of a parameter's gradient in bfloat16, |g − g₃₂| / |g₃₂|, where g₃₂ is one device's float32
 gradient, on the mesh and on one device; and the largest ratio of any parameter's error to that on one device.
-16 rows of 128 tokens, as frequent as words of a text. Rows whose entry names a low-precision format compare it with
-itself in float32. The last rows have 64 rows of 256 tokens on one device, against the small batch.
+16 rows of 128 tokens, as frequent as words of a text; 120 pairs of SigLIP, whose loss is over pairs. Rows whose entry
+names a low-precision format compare it with itself in float32. The last rows have 64 rows of 256 tokens on one device, against the small batch.
 
-- **Tolerance**: a ratio of 1.25 for each parameter, 1.4 for SigLIP's, whose heads have 4 dims. The norm of n independent
-  errors varies by chance, and so the ratio of two such norms by 1/√n. As there are two thousand, each is divided by
-  1 + 3/√n. One device's error counts as at least 2⁻⁸, that of one number's rounding.
+- **Tolerance**: a ratio of 1.25 for each parameter. The norm of n independent errors varies by chance, and so the ratio of
+  two such norms by 1/√n. As there are two thousand, each is divided by 1 + 3/√n. One device's error counts as at least
+  2⁻⁸, that of one number's rounding.
 - **Routers** choose all experts at each position, because a choice flips where two scores are nearly equal.
 - **Five steps** of training: the losses of `fsdp` (Transformer) and `fsdp_ep` (MoE) are within 1e-3 of one device's.
 - **Collectives**: XLA's CPU compiler widens all arithmetic in 16 bits, collectives too. What sums over devices in
@@ -118,7 +118,8 @@ The textbook is computed from shapes alone. It has the costs that
 - tokens travel to split experts and back, forward and backward.
 
 The loss, the number of targets and the gradient's norm are single numbers and left out. XLA's CPU compiler
-has no reduce-scatter and writes an all-reduce and a slice instead; both sides count such an array once.
+writes an all-reduce and a slice instead of a reduce-scatter, except for experts' weights; both sides count such
+an array once.
 
 Ratios above 1 come from that compiler too. Where matmuls read the same input (q, k and v; gate and up), it
 all-reduces their gradients of that input one by one; Megatron adds them first and all-reduces the sum. The

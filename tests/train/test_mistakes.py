@@ -36,6 +36,7 @@ FLAG_ROWS = [
     (["--size=8bb"], "seed_oss_36b; did you mean 8b?"),
     (["--matmul_backward=bfloat16"], "--matmul_backward=bfloat16 is for low-precision matmuls, and --matmul is empty; add --matmul=int8 or --matmul=fp8"),
     (["--matmul_emulate"], "--matmul_emulate=True is for low-precision matmuls, and --matmul is empty; add"),
+    (["--reduce_dtype=float32", "--matmul=int8"], "reduce_dtype=float32 is for matmuls in dtype, and matmul=int8; use other flags of the model"),
     (["--keep_best"], "--keep_best needs --eval_every; add it, for example --eval_every=100"),
     (["--profile=10"], "--profile=10 is not FIRST:LAST; try --profile=10:15"),
     (["--profile=0:2"], "--profile=0:2: this run takes steps 1 to 3; profile steps that it takes"),

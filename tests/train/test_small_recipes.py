@@ -13,6 +13,7 @@ import pytest
 
 from recipes.common.sharding.abstract import abstract_model, paths
 from tests.conftest import ROOT, full_except
+from tests.data.test_image_text import shards
 from tests.support.entries import ENTRIES
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
@@ -252,7 +253,25 @@ def test_two_towers_resume_and_move_to_other_meshes(train, tmp_path):
         re.search(r"Zero-shot accuracy .*nats", train("siglip", f"--restore_from={work}", *on))[0]
         for on in (("--mesh=1", "--steps=0", *flags), ("--mesh=1x8", "--steps=0", *flags))
     }
-    assert len(told) == 1
+    (line,) = told
+    right = re.search(r"\d+ of 360 held-out images", line)[0].replace("held-out ", "")
+    flags = ("--dataset=digits", "--labels=0,1,2,3,4,5,6,7,8,9", "--part=held_out", "--mesh=2x2")
+    out = train("evaluate", f"--restore_from={work}", *flags, f"--out={tmp_path / 'figures.json'}")
+    assert f"{right} by the captions of 10 classes; held_out." in out
+    figures = json.loads((tmp_path / "figures.json").read_text())["datasets"]["digits"]
+    assert f"{figures['accuracy'] * figures['images']:.0f} of 360 images" == right
+
+
+@pytest.mark.full
+@pytest.mark.promise("all-pairs")
+def test_two_towers_train_on_pairs_in_shards(train, tmp_path):
+    shards(tmp_path / "pairs")
+    flags = (f"--dataset={tmp_path / 'pairs'}", "--size=tiny", "--mesh=1x2", "--batch_size=8")
+    out = train("siglip", *flags, "--steps=2", f"--workdir={tmp_path / 'run'}")
+    assert "Pairs: 22 to train on, 2 held out." in out
+    assert re.search(
+        r"Retrieval [\d.]+: [012] of 2 held-out images find their own caption among those of 8", out
+    )
 
 
 @pytest.mark.parametrize("entry", ["dot_relu_dot", "mlp", "vit", "siglip"])

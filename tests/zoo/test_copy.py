@@ -128,6 +128,7 @@ def use(name: str, entry) -> None:
     """
     changes = {
         "low_precision": {"matmul": "int8"},
+        "float32_sums": {"reduce_dtype": "float32"},
         "lora": {"lora_rank": 2},
         "mtp": {"mtp_depth": 1},
         "splash": {"attention": "splash"},
@@ -138,9 +139,9 @@ def use(name: str, entry) -> None:
     }
     config = dataclasses.replace(entry.Config.tiny(), **changes.get(name, {}))
     model = getattr(entry, MODELS[entry.__name__.rpartition(".")[2]])
-    along_seq = ("cp", "data=1,seq=8")
+    along_seq, in_stages = ("cp", "data=1,seq=8"), ("pp", "data=4,pipe=2")
     rules, axes = {
-        "context": along_seq, "delta_context": along_seq, "pipeline": ("pp", "data=4,pipe=2")
+        "context": along_seq, "delta_context": along_seq, "pipeline": in_stages, "gpipe": in_stages
     }.get(name, ("fsdp", "8"))  # fmt: skip
     tokens_BT = jnp.zeros((8, 128), jnp.int32)
 
@@ -148,6 +149,8 @@ def use(name: str, entry) -> None:
         built = model(config, rngs=nnx.Rngs(0))
         if name == "cache":
             return built.prefill(tokens_BT, jnp.full(8, 128), slots=256)
+        if name == "gpipe":
+            return built(tokens_BT)
         if name == "log_probs":
             return built.log_probs(tokens_BT, tokens_BT)
         return built.loss(tokens_BT, tokens_BT)
@@ -179,6 +182,7 @@ def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
     entry = importlib.import_module(f"{package}.{copied}")
     use("", entry)  # all else works
     needs = {"context": ["flash"], "delta_context": ["context", "flash"], "splash": ["flash"]}
+    needs |= {"gpipe": ["pipeline"]}
     for other in needs.get(name, []):  # on the way to it
         shutil.copy(ZOO / f"{other}.py", bare / package)
     with pytest.raises(ImportError) as error:

@@ -164,20 +164,22 @@ def step(mesh: str, strategy: str, accumulate: int = 1, **changes):
     return float(loss), {path: np.asarray(x) for path, x in paths(grads).items()}
 
 
+CLIP = {"loss": "softmax", "clip": True, "activation": "quick"}
+CLIP |= {"joint": 24, "text_tower": (16, 3, 8, 32)}
 STEPS = [
-    ("1x1", "dp", 4, "sigmoid", "gather"),
-    ("4x2", "fsdp_tp", 2, "sigmoid", "ring"),
-    ("4x2", "fsdp_tp", 4, "softmax", "gather"),
-    ("2x2x2", "hsdp_tp", 1, "softmax", "ring"),
+    ("1x1", "dp", 4, {}, "gather"),
+    ("4x2", "fsdp_tp", 2, {}, "ring"),
+    ("4x2", "fsdp_tp", 4, CLIP, "gather"),
+    ("2x2x2", "hsdp_tp", 1, CLIP, "ring"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategy", "accumulate", "loss", "pairs"), full_except(STEPS, STEPS[:1])
+    ("mesh", "strategy", "accumulate", "form", "pairs"), full_except(STEPS, STEPS[:1])
 )
-def test_microbatches_have_the_loss_of_the_whole_batch(mesh, strategy, accumulate, loss, pairs):
-    """Not the mean of their own losses, which have fewer pairs."""
-    want_loss, want = step("1x1", "dp", loss=loss)
-    found_loss, found = step(mesh, strategy, accumulate, loss=loss, pairs=pairs)
+def test_microbatches_have_the_loss_of_the_whole_batch(mesh, strategy, accumulate, form, pairs):
+    """Not the mean of their own losses, which have fewer pairs; SigLIP and CLIP."""
+    want_loss, want = step("1x1", "dp", **form)
+    found_loss, found = step(mesh, strategy, accumulate, pairs=pairs, **form)
     assert found_loss == pytest.approx(want_loss, rel=4e-6)
     assert largest_relative(compare_gradients(found, want)) < 4e-6

@@ -2,11 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.extend.core import Jaxpr
 
 from recipes.common import entries
 from recipes.common.mesh import make_mesh
@@ -14,11 +18,14 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import gradients
 from recipes.instruments.prove.compare import difference
+from recipes.instruments.prove.source import bodies
 from recipes.instruments.prove.sums import Sum, low_precision_sums
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES, OPTIMIZER
 from zoo import layers, vocabulary
-from zoo.transformer import Config
+from zoo.stack import layer_in_use
+from zoo.strategies import DECODER
+from zoo.transformer import RULES, Config
 
 pytestmark = pytest.mark.promise("precision")
 
@@ -43,13 +50,10 @@ OPTIONS = [
     ("transformer", "", "lora_rank=4"),
     ("transformer", "", "remat=none"),
     ("transformer", "fsdp_pp", "pipeline=gpipe"),
+    ("transformer", "fsdp_pp", "pipeline=interleaved,num_layers=4"),
     ("moe", "", "matmul=fp8,matmul_backward=bfloat16"),
     ("moe", "", "capacity=1.5"),
-    (
-        "moe",
-        "fsdp_ep",
-        "capacity=none",
-    ),  # rows travel; sums over turns, a while loop, are not searched
+    ("moe", "fsdp_ep", "capacity=none"),  # rows travel, in turns
     ("gpt_oss", "", "matmul=int8"),
     ("deepseek", "", "mtp_depth=1"),
     ("vit", "", "matmul=int8"),
@@ -69,10 +73,8 @@ def read_capacity(text: str) -> float | None:
     return None if text == "none" else float(text)
 
 
-def traced_sums(
-    name: str, mesh: str, strategy: str, microbatches: int = 1, of=gradients
-) -> list[Sum]:
-    """The sums in 16 bits of an entry's gradient; strategy: its name, then options of its Config.
+def traced(name: str, mesh: str, strategy: str, microbatches: int = 1, of=gradients) -> Jaxpr:
+    """The program of an entry's gradient; strategy: its name, then options of its Config.
 
     Args:
       of: (layout, state, batch, microbatches) → what is computed in place of the gradient.
@@ -98,12 +100,17 @@ def traced_sums(
     step = functools.partial(of, layout, microbatches=microbatches)
     state = abstract_state(layout, OPTIMIZER)
     with layout.trace():
-        traced = jax.jit(lambda state, batch: step(state, batch)).trace(
+        program = jax.jit(lambda state, batch: step(state, batch)).trace(
             state, layout.abstract_batch(example)
         )
-    found = low_precision_sums(traced.jaxpr.jaxpr, ROOT / "zoo", FEW)
+    return program.jaxpr.jaxpr
+
+
+def traced_sums(name: str, mesh: str, strategy: str, **options) -> list[Sum]:
+    """The sums in 16 bits of an entry's gradient; arguments as of `traced`."""
+    found = low_precision_sums(traced(name, mesh, strategy, **options), ROOT / "zoo", FEW)
     # Gradients of one array from a few places, such as q, k and v, are added one by one.
-    return [x for x in found if x.what != "add_any" or x.terms > 16]
+    return [x for x in found if x.what != "add_any" or x.most_terms > 16]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +136,8 @@ def next_logits(layout, state, batch, microbatches):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategy"), full_except([("1x1", ""), ("8", "fsdp")], [("1x1", "")])
+    ("mesh", "strategy"),
+    full_except([("1x1", ""), ("8", "fsdp"), ("data=4,pipe=2", "fsdp_pp")], [("1x1", "")]),
 )
 def test_log_probs_add_up_in_float32(mesh, strategy):
     assert traced_sums("transformer", mesh, strategy, of=gradient_of_log_probs) == []
@@ -157,6 +165,15 @@ def scatter(x):
 
 def loop(x):
     return jax.lax.scan(lambda total, row: (total + jnp.tanh(row), None), x[0], x)[0]
+
+
+def loop_whose_end_depends_on_data(x):
+    def body(carry):
+        n, total = carry
+        return n + 1, total + jnp.tanh(x[n])
+
+    end = (x > 0).sum()
+    return jax.lax.while_loop(lambda carry: carry[0] < end, body, (0, x[0]))[1]
 
 
 def decayed_loop(x):
@@ -194,6 +211,7 @@ def its_gradient(x):
         (scatter, "scatter-add"),
         (loop, "loop"),
         (decayed_loop, "loop"),
+        (loop_whose_end_depends_on_data, "loop"),
         (reduction, "reduce_sum"),
         (weight_of_a_loop, "loop"),
         (many_uses, "add_any"),
@@ -204,11 +222,13 @@ def its_gradient(x):
         (lambda x: x.sum(axis=0), ""),  # jnp's sum is in float32
         (lambda x: scatter(x.astype(jnp.float32)), ""),
         (lambda x: loop(x.astype(jnp.float32)), ""),
+        (lambda x: loop_whose_end_depends_on_data(x.astype(jnp.float32)), ""),
     ],
 )
 def test_the_tracer_finds_each_kind_of_sum(function, what):
     found = low_precision_sums(jax.make_jaxpr(function)(BF16).jaxpr, ROOT / "tests" / "zoo")
-    assert [(x.what, x.terms) for x in found] == ([(what, 64)] if what else [])
+    terms = None if function is loop_whose_end_depends_on_data else 64
+    assert [(x.what, x.terms) for x in found] == ([(what, terms)] if what else [])
     assert all(x.line.startswith("test_precision.py:") for x in found)
 
 
@@ -265,6 +285,92 @@ def test_the_loss_of_many_chunks_is_as_exact_as_that_of_one(positions):
     errors = [loss_error(positions, chunk=positions // chunks) for chunks in (1, 32, 512)]
     assert max(errors) < EXACT, errors
     assert max(errors) < 1.25 * errors[0], errors
+
+
+# ---- sums over devices ---------------------------------------------------------------------------
+
+
+def splits(array: Any, dims: Iterable[int], axis: str) -> bool:
+    """Whether a mesh axis splits one of these dims of an array."""
+    names = [array.sharding.spec[dim] for dim in dims]
+    return any(axis in (name if isinstance(name, tuple) else (name,)) for name in names)
+
+
+def dtypes_added(jaxpr: Jaxpr, axis: str) -> set[str]:
+    """The dtypes in which devices along a mesh axis add up: products and sums over dims that it
+    splits, and collectives.
+    """
+    found = set()
+    for eqn in jaxpr.eqns:
+        params = eqn.params
+        match eqn.primitive.name:
+            case "psum" | "psum_invariant":
+                adds = axis in params["axes"]
+            case "dot_general":
+                adds = splits(eqn.invars[0].aval, params["dimension_numbers"][0][0], axis)
+            case "reduce_sum":
+                adds = splits(eqn.invars[0].aval, params["axes"], axis)
+            case _:
+                adds = False
+        if adds:
+            out: Any = eqn.outvars[0].aval
+            found.add(str(out.dtype))
+        found = found.union(*(dtypes_added(body, axis) for body in bodies(eqn)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("entry", "strategy"),
+    full_except(
+        [("transformer", "fsdp"), ("moe", "fsdp_ep"), ("deepseek", "fsdp_ep"), ("gpt2", "fsdp")],
+        [("transformer", "fsdp")],
+    ),
+)
+def test_reduce_dtype_is_that_of_all_sums_over_devices(entry, strategy):
+    mesh = MESHES[strategy]
+    assert dtypes_added(traced(entry, mesh, strategy), "data") >= {"bfloat16"}
+    exact = traced(entry, mesh, f"{strategy}:reduce_dtype=float32")
+    assert dtypes_added(exact, "data") == {"float32", "int32"}
+
+
+class OneWeight(nnx.Module):
+    def __init__(self):
+        self.w = layers.param(nnx.Rngs(0), (64, 32), ("embed", "mlp"), 1.0)
+
+
+def product_and_gradient(reduce_dtype: str):
+    """(product, gradient of the weight, its definition in float64) on eight devices in bfloat16."""
+    config = dataclasses.replace(Config.tiny(), dtype="bfloat16", reduce_dtype=reduce_dtype)
+    random = np.random.default_rng(0)
+    x_BTD = rounded(random.normal(size=(64, 16, 64)))
+    grad_BTF = rounded(random.normal(size=(64, 16, 32)))
+
+    @jax.jit
+    def run(module, x_BTD, grad_BTF):
+        def product(module):
+            used = layer_in_use(module, DECODER.in_use, config)
+            return layers.multiply(x_BTD, used.w)
+
+        y_BTF, pull = jax.vjp(product, module)
+        return y_BTF, pull(grad_BTF)[0].w[...]
+
+    with (
+        jax.set_mesh(make_mesh("8")),
+        nnx.logical_axis_rules(tuple(RULES["fsdp"].items())),
+    ):
+        rows = jax.NamedSharding(make_mesh("8"), jax.P("data"))
+        x_BTD, grad_BTF = jax.device_put((x_BTD, grad_BTF), rows)
+        y_BTF, found = jax.device_get(run(OneWeight(), x_BTD, grad_BTF))
+    exact = np.einsum("BTD,BTF->DF", *(np.asarray(x, np.float64) for x in (x_BTD, grad_BTF)))
+    return y_BTF, found.astype(float), exact
+
+
+def test_reduce_dtype_changes_the_gradient_alone():
+    short, found, exact = product_and_gradient("")
+    assert difference(found, exact) > EXACT / 4
+    wide, found, exact = product_and_gradient("float32")
+    assert difference(found, exact) < 1e-6
+    np.testing.assert_array_equal(short, wide)
 
 
 def test_the_docs_say_what_a_ring_in_bfloat16_loses():

@@ -43,7 +43,7 @@ FAMILIES = (
     *(*llama.FAMILIES, *moe.FAMILIES, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION),
     *(gpt_oss.FAMILY, deepseek.FAMILY, *qwen3_next.FAMILIES, vit.FAMILY),
     *bert.FAMILIES,
-    siglip.FAMILY,
+    *(siglip.FAMILY, siglip.CLIP_FAMILY),
 )
 UNPACK = {"mxfp4": mxfp4.unpack, "fp8": float8.unpack}  # format → what reads it
 EXPORTABLE = {*(family.entry for family in FAMILIES)}  # those that can be exported
@@ -172,7 +172,7 @@ def write(
     """
     family = family_of(entry, config, architecture)
     theirs = family.config_json(config, context)
-    if family not in (vit.FAMILY, siglip.FAMILY):
+    if family not in (vit.FAMILY, siglip.FAMILY, siglip.CLIP_FAMILY):
         # Absent ids mean 1 and 2 to transformers, or more, but every vocabulary has its own.
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         theirs |= {name: None for name in ids if name not in theirs}

@@ -10,7 +10,7 @@ dim is a letter. One dim of theirs may hold several of ours: "NH D" is [N·H, D]
 several parameters, "D #NH 1/3" is the second third of [D, 3·N·H], where # has size 3. "KH D +8/16":
 their first dim, of 16, holds several parameters, of which this one begins at 8. "KH D +8/16x2": their
 first dim is 2 blocks of 16 rows, and each has half of KH from its row 8 on. 1 is a dim of theirs of
-size 1, which ours lacks. "NH D H~64": the last 64 of H are rotary pairs that are neighbors in theirs;
+size 1, which ours lacks; a letter that theirs lacks is one of ours. "NH D H~64": the last 64 of H are rotary pairs that are neighbors in theirs;
 in ours, all first ones come before all second ones. "64~H": the first 64.
 """
 
@@ -102,7 +102,9 @@ class Tensor(NamedTuple):
             dim = self.rotary.dim
             order = self.rotary.order(self.ours[dim])
             array = array.take(order, axis=list(self.ours).index(dim))
-        array = array.transpose([list(self.ours).index(d) for d in dims if d != "#"])
+        array = array.squeeze(tuple(i for i, d in enumerate(self.ours) if d not in dims))
+        ours = [dim for dim in self.ours if dim in dims]
+        array = array.transpose([ours.index(d) for d in dims if d != "#"])
         if self.rows:
             rows = self.rows.numbers(self._count)
             target[rows] = array.reshape(len(rows), *target.shape[1:])
@@ -139,7 +141,8 @@ class Tensor(NamedTuple):
         array = array.reshape(shape)[tuple(cut)]
         dims = "".join(self.groups)
         array = array.squeeze(dims.index("#")) if "#" in dims else array
-        array = array.transpose([dims.replace("#", "").index(dim) for dim in self.ours])
+        array = array.transpose([dims.replace("#", "").index(d) for d in self.ours if d in dims])
+        array = np.expand_dims(array, tuple(i for i, d in enumerate(self.ours) if d not in dims))
         if rotary:
             theirs = np.argsort(rotary.order(self.ours[rotary.dim]))[wanted]
             array = array.take(theirs, axis=list(self.ours).index(rotary.dim))
@@ -201,7 +204,8 @@ class Stored(NamedTuple):
     def read(self, where: tuple[slice, ...]) -> np.ndarray:
         # Opened for each read, because pages that were read stay in memory while a file is open.
         with _open(self.file) as opened:
-            return opened.get_slice(self.name)[where]
+            # A number without dims has no slices.
+            return opened.get_slice(self.name)[where] if where else opened.get_tensor(self.name)
 
 
 class Zeros(NamedTuple):

@@ -117,19 +117,28 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     )
 
 
-def inputs(file: pathlib.Path, sizes: dict[str, int], entry: str) -> dict[str, Any]:
-    """Fields of an entry's Config from a preprocessor_config.json; {} without one."""
+def inputs(
+    file: pathlib.Path, sizes: dict[str, int], entry: str, may_crop: bool = False
+) -> dict[str, Any]:
+    """Fields of an entry's Config from a preprocessor_config.json; {} without one.
+
+    Args:
+      may_crop: whether pictures may be cut to a square instead of stretched, the field center_crop.
+    """
     if not file.exists():
         return {}
     keys = folders.read_json(file)
     theirs = ConfigFile(keys, file, entry)
-    size = keys.get("size") or sizes["image_size"]
-    if isinstance(size, dict):
-        height = size.get("height")
-        size = height if height and height == size.get("width") else size
-    theirs.refuse({"do_resize": (True,), "do_center_crop": (False,)})
-    if size != sizes["image_size"]:
-        raise theirs.refused("size", keys["size"])
+    crops = may_crop and keys.get("do_center_crop") is not False
+    theirs.refuse({"do_resize": (True,), "do_center_crop": (crops,)})
+    for key in ("crop_size", "size") if crops else ("size",):
+        size = keys.get(key) or sizes["image_size"]
+        if isinstance(size, dict):
+            height = size.get("height")
+            shortest = size.get("shortest_edge") if crops and key == "size" else None
+            size = height if height and height == size.get("width") else shortest or size
+        if size != sizes["image_size"]:
+            raise theirs.refused(key, keys[key])
     number = keys.get("resample", FILTERS.index("bilinear"))
     if number not in range(len(FILTERS)):
         raise theirs.refused("resample", number)
@@ -146,6 +155,7 @@ def inputs(file: pathlib.Path, sizes: dict[str, int], entry: str) -> dict[str, A
         "mean": statistics["image_mean"],
         "std": statistics["image_std"],
         "resample": FILTERS[number],
+        **({"center_crop": crops} if may_crop else {}),
     }
 
 
@@ -166,21 +176,28 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
     }
 
 
-def other_files(config: Any, processor: str = "ViTImageProcessor") -> dict[str, dict[str, Any]]:
+def other_files(
+    config: Any, processor: str = "ViTImageProcessor", may_crop: bool = False
+) -> dict[str, dict[str, Any]]:
     """Name → content of the JSON files beside config.json.
 
     Args:
       config: the Config of a model of images.
       processor: the class in transformers that prepares them.
+      may_crop: whether that class cuts pictures to a square unless told otherwise.
     """
     if not config.mean:
         return {}
     size = {"height": config.image_size, "width": config.image_size}
+    resize: dict[str, Any] = {"do_resize": True, "size": size}
+    if may_crop:
+        resize |= {"do_center_crop": config.center_crop}
+    if may_crop and config.center_crop:
+        resize |= {"size": {"shortest_edge": config.image_size}, "crop_size": size}
     return {
         PREPROCESSOR: {
             "image_processor_type": processor,
-            "do_resize": True,
-            "size": size,
+            **resize,
             "resample": FILTERS.index(config.resample),
             "do_rescale": True,
             "rescale_factor": BYTE,

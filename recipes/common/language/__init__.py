@@ -6,6 +6,7 @@ from recipes.common.language.recipe import (
     check_heads,
     check_stages,
     fine_tuning,
+    for_another_loss,
     main,
     model_config,
     stages,

@@ -20,7 +20,7 @@ from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.pipeline import microbatches
+from zoo.pipeline import microbatches, rounds, ticks
 
 
 def main(
@@ -155,10 +155,25 @@ def check_heads(layout: Layout) -> None:
         )
 
 
+def for_another_loss(config: Any) -> Any:
+    """The config of a model whose outputs a recipe compares before it has a loss.
+
+    The head for the second-next token is left out, and stages run all microbatches forward first.
+    """
+    changes = {"pipeline": "gpipe"} | ({"mtp_depth": 0} if "mtp_depth" in vars(config) else {})
+    return dataclasses.replace(config, **changes)
+
+
 def check_stages(layout: Layout, accumulate: int) -> None:
     """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
     config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)
     wanted, period = config.pipe_microbatches, layout.shape.period
+    v, own_layers = rounds(config), layout.shape.stacked_layers // parts
+    if config.pipe_rounds not in (v, type(config).pipe_rounds):
+        raise UserError(
+            f"--pipe_rounds={config.pipe_rounds} is for --pipeline=interleaved, and not for "
+            f"{config.pipeline}; leave it out, or use --pipeline=interleaved"
+        )
     if parts == 1:
         if wanted:
             raise UserError(
@@ -178,6 +193,14 @@ def check_stages(layout: Layout, accumulate: int) -> None:
             f"--mesh={mesh} gives each of {parts} stages {each} layers, and a stage boundary would "
             f"cut their period of {period}; use pipe={fits[-1]}"
         )
+    periods = own_layers // period
+    if periods % v:
+        fits = max(n for n in range(1, v) if periods % n == 0)
+        use = f"--pipe_rounds={fits}" if fits > 1 else "--pipeline=1f1b"
+        raise UserError(
+            f"--pipe_rounds={v} does not divide the {own_layers} layers of each of {parts} "
+            f"stages{f' into periods of {period}' if period > 1 else ''}; use {use}"
+        )
     rows = rows_of_a_device(layout, accumulate)
     if wanted and rows % wanted:
         raise UserError(
@@ -194,10 +217,10 @@ def stages(layout: Layout, accumulate: int) -> list[str]:
     if (S := layout.stages) == 1:
         return []
     M = microbatches(layout.config, rows_of_a_device(layout, accumulate), S)
-    bubble = (S - 1) / (M + S - 1)
-    return [
-        f"pipeline: {layout.config.pipeline}, {S} stages, {M} microbatches, bubble {bubble:.1%}"
-    ]
+    v = rounds(layout.config)
+    schedule = layout.config.pipeline + (f" in {v} rounds" if v > 1 else "")
+    bubble = 1 - v * M / ticks(M, S, v)
+    return [f"pipeline: {schedule}, {S} stages, {M} microbatches, bubble {bubble:.1%}"]
 
 
 def use_of_experts(metrics: Tree) -> str:

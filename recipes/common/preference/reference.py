@@ -4,6 +4,7 @@ import dataclasses
 
 from recipes.common import checkpoint
 from recipes.common.checkpoint import RunFolder
+from recipes.common.language import check_stages
 from recipes.common.preference.flags import ON_HOST, STORED, Reference
 from recipes.common.preference.losses import WITH_REFERENCE, Loss
 from recipes.common.runtime import Run, UserError
@@ -37,9 +38,10 @@ def choose(
     try:  # its rules may leave a mesh axis unused
         its = make_layout(model, config, layout.mesh, rules, seq_len=layout.seq_len)
         check_batch(its.strategy, its.rules, its.mesh, answers, microbatches=1)
+        if its.stages > 1:
+            check_stages(its, accumulate=1)
     except UserError as error:  # the run's own rules were found to fit
         raise UserError(str(error).replace("--rules", "--reference_rules")) from None
-    its.check_whole("the reference")
     checkpoint.check_variables(source, its)
     its = dataclasses.replace(its, batch_size=answers)
     on_host = flags.reference == ON_HOST

@@ -80,6 +80,7 @@ class ExpertsShape:
     width: int  # F, hidden width of one expert
     weights: int  # of one expert
     capacity: float | None  # slots, as a multiple of an even load; None: dropless
+    load_limit: float = 0.0  # of a device's dropless experts, 1 if even; 0: none
     groups: int = 1  # of experts; those of a position are in its `top_groups` best groups
     top_groups: int = 1
 
@@ -117,8 +118,14 @@ class Shape:
     remat: str | None = None
     matmul: str | None = None
     matmul_backward: str | None = None
+    reduce_dtype: str | None = None
     remats: tuple[str, ...] = ()  # values of remat that a plan may choose
     adapters: bool = False  # whether all other weights are frozen
+
+    @property
+    def stacked_layers(self) -> int:
+        """Layers that a pipeline divides; dense ones before those with experts are a stack apart."""
+        return sum(layer.count for layer in self.layers if layer.experts) or self.num_layers
 
     @property
     def num_layers(self) -> int:
@@ -204,6 +211,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         remat=_stated(config, "remat"),
         matmul=_stated(config, "matmul"),
         matmul_backward=_stated(config, "matmul_backward"),
+        reduce_dtype=_stated(config, "reduce_dtype"),
         remats=tuple(_stated(config, "REMAT") or ()) if vocab_size else (),
         adapters="base" in model.shapes,
     )
@@ -336,6 +344,7 @@ def _experts(matrices: list[tuple], embed: int, config: Any) -> ExpertsShape:
         width=weights // (embed * len(matrices)),
         weights=weights,
         capacity=_stated(config, "capacity"),
+        load_limit=_stated(config, "load_limit") or 0.0,
         groups=_stated(config, "groups") or 1,
         top_groups=_stated(config, "top_groups") or 1,
     )

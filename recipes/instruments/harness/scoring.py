@@ -37,7 +37,6 @@ class Scorer:
           batch_size: most rows at a time; rounded up to a multiple of the batch shards.
           context: positions of the longest program.
         """
-        layout.check_whole("scoring")
         self._layout, self._variables = layout, variables
         self._batch_size, self._context = batch_size, context
         self._programs: dict[int, jax.stages.Compiled] = {}

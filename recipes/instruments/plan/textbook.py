@@ -1,7 +1,7 @@
 """Bytes that a train step must send if each matmul runs where the sharding rules put it.
 
 Weights and activations are in the compute dtype, and gradients too, except those of pipeline
-stages, which are in float32. In low precision, a layer's weights have a byte for each number; their
+stages and with reduce_dtype, which are in float32. In low precision, a layer's weights have a byte for each number; their
 scales, a thousandth of that, are not counted, nor is what `_sp` rules save. Over a ring of n
 devices, an all-gather or a reduce-scatter sends (n - 1) / n of the whole array, and an all-reduce
 twice that. Transfers that remat repeats are not counted, except gathers of weights, attention's
@@ -21,7 +21,7 @@ from recipes.instruments.plan.memory import compute_bytes
 from zoo.context import choose_exchange
 from zoo.decoder import HEAD_PATH
 from zoo.dispatch import exchanges
-from zoo.pipeline import microbatches
+from zoo.pipeline import microbatches, rounds, routes, ticks
 from zoo.sharding import device, optimizer_axes, shards
 from zoo.strategies import EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 
@@ -149,13 +149,14 @@ def of_each_weight(
 
     Compilers (`repeats`) gather weights outside of the layers and of the MTP head once, and the
     TPU's all-reduces gradients that would be reduce-scattered over some axes and all-reduced over
-    others, and those of a table of which a device would get neither whole tiles of V nor of D.
+    others, except those of experts, and those of a table of which a device would get neither whole
+    tiles of V nor of D.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
     keeps_weights = layout.shape.remat in (None, "none")
     gathers = 1 if stacked or keeps_weights else 2
-    width = 4 if stacked else dtype
+    width = 4 if stacked or layout.shape.reduce_dtype else dtype
     once = repeats and not stacked
     with layout.trace():
         tpu = repeats and device().platform == "tpu"
@@ -172,7 +173,7 @@ def of_each_weight(
         gathered *= 1 if rounded else dtype
         yield path, Transfer("weights", "all-gather", split, accumulate * gathered)
         over, reduced = frozenset(state - use), frozenset(batch - state)
-        also_reduced = once and _devices(layout, reduced) > 1
+        also_reduced = once and EXPERT not in axes and _devices(layout, reduced) > 1
         cuts = table and _cuts_tiles(layout, whole, _devices(layout, over))
         for kind, axes_sent, elements in _of_gradient(
             layout, whole, over, reduced, together=tpu and (also_reduced or cuts)
@@ -343,10 +344,35 @@ def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
     if stages == 1:
         return
     parts, axes = _microbatches(layout, accumulate), frozenset(_split_by(layout, [LAYERS]))
+    v = rounds(layout.config)
     each = device_tokens(layout) / parts * layout.shape.embed * compute_bytes(layout)
-    yield Transfer("stages", "collective-permute", axes, 2 * (parts + stages - 1) * each)
+    sent = 2 * ticks(parts, stages, v) * each + _of_chunks(layout, v) * accumulate
+    yield Transfer("stages", "collective-permute", axes, sent)
     for kind in ("reduce-scatter", "all-gather"):
         yield Transfer("stages", kind, axes, parts * ring(stages) * each)
+
+
+def _of_chunks(layout: Layout, v: int) -> float:
+    """Bytes of layers that move between their devices at rest and their stages in v rounds.
+
+    Weights move as they lie at rest, in the compute dtype, and gradients as the optimizer's state,
+    in float32.
+    """
+    moves = sum(any(x[0] != x[2] for x in moves) for moves in routes(layout.stages, v))
+    if v == 1 or not moves:
+        return 0.0
+    sent = 0.0
+    for kind, variables in layout.model.variables.items():
+        for array, axes in variables.values():
+            if LAYERS not in axes:
+                continue
+            cast = layout.names.in_use.keys() & {*axes}
+            width = compute_bytes(layout) if cast else array.dtype.itemsize
+            sent += width * array.size / _devices(layout, _split_by(layout, axes))
+            if kind == "params":
+                split = _split_by(layout, optimizer_axes(axes, layout.rules))
+                sent += 4 * array.size / _devices(layout, split)
+    return sent * moves / v
 
 
 def _microbatches(layout: Layout, accumulate: int) -> int:
@@ -427,7 +453,7 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
             # A device that has a part of each row has as many slots as if it had the whole row.
             slots = rows * layout.seq_shards * experts.slots
             yield Transfer("exchanges", "all-to-all", axes, times * ring(devices) * slots * each)
-        elif exchanges(devices, experts.per_token):
+        elif exchanges(devices, experts.per_token, experts.load_limit):
             copies = rows * devices_of_a_row(experts, devices)
             yield Transfer("exchanges", "all-to-all", axes, times * ring(devices) * copies * each)
         else:

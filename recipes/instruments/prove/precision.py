@@ -207,7 +207,7 @@ def _sums(
             abstract_state(layout, subject.optimizer), layout.abstract_batch(example)
         )
     found = low_precision_sums(traced.jaxpr.jaxpr, folder, few)
-    most = sorted(found, key=lambda x: -x.terms)
+    most = sorted(found, key=lambda x: -x.most_terms)
     return [*{(x.line, x.what, x.array): x for x in reversed(most)}.values()][::-1]
 
 

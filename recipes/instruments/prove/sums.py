@@ -29,14 +29,17 @@ class Sum(NamedTuple):
 
     what: str  # the primitive that adds, or LOOP
     array: str  # dtype and shape of the sums, such as "bfloat16[384,64]"
-    terms: int  # numbers that one element may be the sum of
+    terms: int | None  # numbers that one element may be the sum of; None: data decide
     line: str  # where the program says so, as "model.py:120"; "" if JAX doesn't know
 
     def __str__(self) -> str:
         verb = "a loop adds" if self.what == LOOP else f"{self.what} adds"
-        return (
-            f"{self.line or 'an unknown line'}: {verb} up to {self.terms:,} terms in {self.array}"
-        )
+        terms = "an unknown number of" if self.terms is None else f"up to {self.terms:,}"
+        return f"{self.line or 'an unknown line'}: {verb} {terms} terms in {self.array}"
+
+    @property
+    def most_terms(self) -> float:
+        return math.inf if self.terms is None else self.terms
 
 
 def low_precision_sums(jaxpr: Jaxpr, folder: pathlib.Path, few: int = FEW) -> list[Sum]:
@@ -44,12 +47,12 @@ def low_precision_sums(jaxpr: Jaxpr, folder: pathlib.Path, few: int = FEW) -> li
 
     Residual streams are left out: a layer reads what it adds to, so its input has the format of its
     output. So are sums over devices, which have a term for each. Kernels (Pallas) are not searched,
-    nor arrays of which a loop updates parts in place, nor what a while loop carries.
+    nor arrays of which a loop updates parts in place.
 
     Args:
       folder: of the files whose lines are named.
     """
-    found = (x for x in _sums(jaxpr, folder, "") if x.terms > few)
+    found = (x for x in _sums(jaxpr, folder, "") if x.most_terms > few)
     return [*dict.fromkeys(found)]
 
 
@@ -68,8 +71,9 @@ def _sums(jaxpr: Jaxpr, folder: pathlib.Path, outer_line: str) -> Iterator[Sum]:
             elif name == "add_any":
                 # A gradient that something else reads too belongs to a residual stream.
                 parts = [gradients.pop(x) for x in eqn.invars if x in gradients and uses[x] == 1]
-                gradients[out] = Sum(name, array, 2 + sum(x.terms - 1 for x in parts), line)
-        if name == "scan":
+                added = sum((x.terms or 1) - 1 for x in parts)
+                gradients[out] = Sum(name, array, 2 + added, line)
+        if name in ("scan", "while"):
             yield from _carried_sums(eqn, folder, line)
         if name != "pallas_call":
             for body in bodies(eqn):
@@ -107,17 +111,24 @@ def _local_size(array: Any, axis: int) -> int:
     return array.shape[axis] // math.prod(array.sharding.mesh.shape[n] for n in names if n)
 
 
-def _carried_sums(scan: JaxprEqn, folder: pathlib.Path, outer_line: str) -> Iterator[Sum]:
-    """Arrays in 16 bits to which each iteration of a scan adds."""
-    body = next(bodies(scan))
-    first = num_consts(scan)
-    number = num_carry(scan)
+def _carried_sums(loop: JaxprEqn, folder: pathlib.Path, outer_line: str) -> Iterator[Sum]:
+    """Arrays in 16 bits to which each iteration of a loop adds."""
+    if loop.primitive.name == "while":
+        _, body = bodies(loop)  # after its condition
+        first = loop.params["body_nconsts"]
+        number = len(body.outvars)
+        terms = None
+    else:
+        body = next(bodies(loop))
+        first = num_consts(loop)
+        number = num_carry(loop)
+        terms = loop.params["length"]
     carried = zip(body.invars[first : first + number], body.outvars[:number], strict=True)
     for before, after in carried:
         if _is_short(before) and (adding := _added_to(body, before, after)):
             line = source_line(adding, folder) or outer_line
             array: Any = before.aval
-            yield Sum(LOOP, array.str_short(), scan.params["length"], line)
+            yield Sum(LOOP, array.str_short(), terms, line)
 
 
 def _added_to(body: Jaxpr, before: Any, after: Any) -> JaxprEqn | None:

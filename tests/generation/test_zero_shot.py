@@ -1,0 +1,68 @@
+"""recipes.evaluate --labels: pictures classified by captions of their classes.
+
+tests/train/test_small_recipes.py compares its accuracy with that of the run that trained the model.
+"""
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from data import captions
+from data.captions import Texts
+from recipes.common import zero_shot
+from recipes.common.runtime.errors import UserError
+from tests.support.golden_folders import GOLDEN
+from zoo.siglip import Config
+
+pytestmark = pytest.mark.promise("evaluation")
+
+
+@pytest.fixture
+def pets(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for i in range(10):
+            PIL.Image.new("L", (8, 8), i).save(tmp_path / "pets" / name / f"{i}.png")
+    return tmp_path / "pets"
+
+
+def test_labels_are_names_or_a_file_of_them(tmp_path):
+    (tmp_path / "names.txt").write_text("Great Dane\n\nred, or brown fox\n")
+    assert zero_shot.read_labels(str(tmp_path / "names.txt")) == ["Great Dane", "red, or brown fox"]
+    assert zero_shot.read_labels("cat, dog") == ["cat", "dog"]
+    with pytest.raises(UserError, match="--labels=cat has 1 names of classes; use two or more"):
+        zero_shot.read_labels("cat")
+    with pytest.raises(UserError, match="--labels=a,b,a has 'a' twice; remove one"):
+        zero_shot.read_labels("a,b,a")
+
+
+def test_templates_say_the_name_of_a_class():
+    assert captions.captions("great_dane", ["a {}.", "no {}"]) == ["a great dane.", "no great dane"]
+    rows = captions.class_tokens(["ox"], Texts(6), ["{}", "an {}"])
+    assert [bytes(row[row > 0].tolist()) for row in rows[0]] == [b"ox", b"an ox"]
+
+
+def test_all_pictures_or_those_held_out_have_the_numbers_of_their_labels(pets):
+    names = ["fox", "dog", "cat"]
+    every = zero_shot.pictures(str(pets), names, Config.tiny(), "all")
+    held_out = zero_shot.pictures(str(pets), names, Config.tiny(), "held_out")
+    assert [len(data.held_out) for data in every] == [18, 2]
+    assert [len(data.held_out) for data in held_out] == [2]
+    labels = [data.held_out.take(np.arange(len(data.held_out)))["label"] for data in every]
+    assert np.bincount(np.concatenate(labels)).tolist() == [0, 10, 10]
+    with pytest.raises(UserError, match="has class 'dog', which --labels lacks; add it"):
+        zero_shot.pictures(str(pets), ["fox", "cat"], Config.tiny(), "all")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--labels=cat,dog"], "--labels needs --dataset=PICTURES, and neither --tasks nor --weights"),
+        (["--labels=cat,dog", "--dataset=x", "--restore_from=mlp.digits"], "--labels is for models of two towers, and this is a 'mlp' model"),
+        (["--labels=cat,dog", "--dataset=x", "--tokenizer=bytes"], "the model has 41 tokens, but the tokenizer bytes has 257; use"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(flags, message, inside):
+    done = inside("recipes.evaluate", f"--restore_from=hf:{GOLDEN / 'clip'}", *flags)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert done.err.startswith(f"error: {message}")
