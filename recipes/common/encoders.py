@@ -31,7 +31,8 @@ def for_task(config: Any, task: str) -> Any:
     if config.task == task:
         return config
     pooling = "mean" if config.modern or task == "embed" else "pooler"
-    return dataclasses.replace(config, task=task, pooling=pooling, normalize=task == "embed")
+    changes = {"task": task, "pooling": pooling, "normalize": task == "embed", "labels": ()}
+    return dataclasses.replace(config, **changes)
 
 
 def count_right(model, batch: Tree) -> Tree:

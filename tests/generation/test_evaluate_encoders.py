@@ -40,7 +40,7 @@ def test_a_pseudo_perplexity_masks_each_token_alone(inside, quick, tmp_path):
     assert facts["loss"] == pytest.approx(nats.mean(), rel=2e-6)
     assert facts["pseudo_perplexity"] == pytest.approx(np.exp(nats.mean()), rel=1e-5)
     assert facts["accuracy"] == pytest.approx(right)
-    assert f"pseudo-perplexity {np.exp(nats.mean()):.1f}" in out
+    assert f"pseudo-perplexity {facts['pseudo_perplexity']:.2f}, loss" in out
     assert f"over {len(text)} tokens; all" in out
 
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from data.tokenizer import BYTES
 from recipes.common import checkpoint
+from recipes.common.checkpoint import card, probe
 from recipes.common.encoders import PairLoss, for_task
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding import make_layout, paths, shardings
@@ -157,9 +159,16 @@ def test_a_classifier_learns_from_a_model_that_fills_masks(train, quick, tmp_pat
     again = train(f"--restore_from={tmp_path / 'run'}", data, "--steps=0", "--mesh=2x2x2")
     assert "New:" not in again
     assert accuracy(again).split(";")[0] == accuracy(out).split(";")[0]
-    config = checkpoint.config_of(checkpoint.find(tmp_path / "run"))
+    source = checkpoint.find(tmp_path / "run")
+    config = checkpoint.config_of(source)
     assert config.task == "classify"
     assert config.labels == ("0", "1")
+    assert for_task(config, "embed").labels == ()
+    # It can be given on.
+    facts = card.facts(source, [], "", "")
+    assert facts["unit"] == "nats a text"
+    assert 'pipeline_tag: "text-classification"' in card.for_hub("x", source.metadata, facts)
+    assert {*probe.batch(source.metadata, BYTES)} == {"tokens", "segment_ids", "label"}
 
 
 @pytest.mark.full
