@@ -158,10 +158,10 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
 
 def defaults(run: Run, text: EncoderText, *groups: Any) -> tuple:
     """Flag defaults for this command line: those of the task, and of fine-tuning."""
-    task = task_of(text.task, run)
-    if task != "fill":
-        run = dataclasses.replace(run, workdir=run.workdir or f"runs/bert_{task}")
-    return language.fine_tuning("bert", NEW if task == "fill" else WHOLE, run, text, *groups)
+    if text.task in ("", "fill"):
+        return language.fine_tuning("bert", NEW, run, text, *groups)
+    run = dataclasses.replace(run, workdir=run.workdir or f"runs/bert_{text.task}")
+    return language.fine_tuning("bert", WHOLE, run, text, *groups)
 
 
 if __name__ == "__main__":
