@@ -76,7 +76,7 @@ def load(
     for part, label_names in zip(parts, named, strict=True):
         texts = [whole_texts.text(row, text_column, "text_column", where) for where, row in part]
         label_N = np.array([_number(name, names) for name in label_names], np.int32)
-        loaded.append(Labelled(Texts(texts, tokenizer, seq_len), label_N))
+        loaded.append(Labelled(whole_texts.encode(texts, tokenizer, seq_len), label_N))
     train, held_out = loaded
     prints = [x for part in loaded for x in (part.texts.fingerprint, part.label_N.tobytes())]
     return Dataset(

@@ -10,9 +10,11 @@ Which positions are drawn is a function of (seed, number of the example, epoch),
 
 import numpy as np
 
-from data import DataError, text
+from data import DataError, sources, text, whole_texts
 from data.batches import Dataset, Example, Rows
+from data.conversations import TEXT
 from data.tokenizer import BYTES, START, Tokenizer
+from data.whole_texts import Texts
 
 MASK = START + 1  # in bytes
 
@@ -50,6 +52,32 @@ class Masked(Rows):
         return batch | {
             "tokens": np.where(chosen, shown, tokens_NT).astype(np.int32),
             "targets": np.where(chosen, tokens_NT, -1).astype(np.int32),
+        }
+
+
+class OneByOne(Rows):
+    """Each token of some texts in a row of its own, masked alone: for a pseudo-perplexity."""
+
+    def __init__(self, texts: Texts, tokenizer: Tokenizer):
+        self._texts = texts
+        self._mask = mask_token(tokenizer)
+        special, places = [*tokenizer.special, *tokenizer.closing], []
+        for row in range(len(texts)):
+            batch = texts.take(np.array([row]))
+            is_text = (batch["segment_ids"][0] > 0) & ~np.isin(batch["tokens"][0], special)
+            places += [(row, position) for position in np.flatnonzero(is_text)]
+        self._places_N2 = np.array(places, np.int64).reshape(-1, 2)
+
+    def __len__(self):
+        return len(self._places_N2)
+
+    def take(self, numbers: np.ndarray) -> Example:
+        rows_N, positions_N = self._places_N2[np.asarray(numbers)].T
+        batch = self._texts.take(rows_N)
+        here_NT = np.arange(batch["tokens"].shape[1]) == positions_N[:, None]
+        return batch | {
+            "tokens": np.where(here_NT, self._mask, batch["tokens"]).astype(np.int32),
+            "targets": np.where(here_NT, batch["tokens"], -1).astype(np.int32),
         }
 
 
@@ -94,4 +122,34 @@ def load(
         facts=data.facts | {"mask_rate": mask_rate},
         held_out_bytes=None,
         by_epoch=True,
+    )
+
+
+def load_one_by_one(
+    dataset: str, text_column: str, seq_len: int, tokenizer: Tokenizer, held_out: bool = False
+) -> Dataset:
+    """Loads all of a text, each token masked alone; documents longer than seq_len become several rows.
+
+    Args:
+      held_out: only what a training run on the same text holds out.
+
+    Raises DataError if there is no such text, or no mask token.
+    """
+    found = sources.find(dataset, text_column, train_only=not held_out)
+    if any(source.form() != TEXT for source in found):
+        raise DataError(f"--dataset={dataset} has conversations; use rows of text for an encoder")
+    parts = (part for source in found for part in source.parts() if part.held_out == held_out)
+    texts = whole_texts.encode_windows((part.text for part in parts), tokenizer, seq_len)
+    rows = OneByOne(texts, tokenizer)
+    if not len(rows):
+        raise DataError(f"--dataset={dataset} has no text to evaluate; use another one")
+    return Dataset(
+        train=rows,
+        held_out=rows,
+        filler=whole_texts.filler(seq_len) | {"targets": np.full(seq_len, -1, np.int32)},
+        unit="tokens",
+        units=1,
+        config={},
+        facts={"dataset": dataset, "seq_len": seq_len},
+        notes=(f"Evaluates {len(rows):,} tokens in {len(texts):,} rows, each token masked alone.",),
     )

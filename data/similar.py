@@ -60,7 +60,7 @@ def load(
             [whole_texts.text(row, column, flag, where) for where, row in part]
             for flag, column in columns.items()
         ]
-        pairs.append(Similar(*(Texts(side, tokenizer, seq_len) for side in sides)))
+        pairs.append(Similar(*(whole_texts.encode(side, tokenizer, seq_len) for side in sides)))
     train, held_out = pairs
     row = whole_texts.filler(seq_len)
     return Dataset(

@@ -5,7 +5,7 @@ Also what datasets of such texts share: reading columns, and what is held out.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,26 +20,14 @@ Row = tuple[str, dict[str, Any]]  # (place, columns); the place is for messages
 
 
 class Texts:
-    """Tokenized texts, in memory. A row has `length` positions; longer texts are cut."""
+    """Tokenized texts, in memory. A row has `length` positions."""
 
-    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, length: int):
+    def __init__(self, rows: Sequence[np.ndarray], length: int, longest: int = 0, cut: int = 0):
         self.length = length
-        self.longest = self.cut = 0  # tokens of the longest text, whole; texts that are cut
-        before, behind = tokenizer.start, tokenizer.closing
-        room = length - len(before) - len(behind)
-        if room < 1:
-            raise DataError(
-                f"--seq_len={length} has no room for a text between the {len(before) + len(behind)} "
-                f"control tokens around it; use --seq_len={length - room + 1} or more"
-            )
-        rows = [np.zeros(0, np.int32)]
-        for first in range(0, len(texts), AT_ONCE):
-            for tokens in tokenizer.encode(texts[first : first + AT_ONCE]):
-                self.longest = max(self.longest, len(tokens) - room + length)
-                self.cut += len(tokens) > room
-                rows.append(np.array([*before, *tokens[:room], *behind], np.int32))
-        self._ends = np.cumsum([len(row) for row in rows])
-        self._tokens = np.concatenate(rows)
+        self.longest = longest  # tokens of the longest text, whole
+        self.cut = cut  # texts that are cut
+        self._ends = np.cumsum([0, *(len(row) for row in rows)])
+        self._tokens = np.concatenate([np.zeros(0, np.int32), *rows])
 
     def __len__(self):
         return len(self._ends) - 1
@@ -65,6 +53,43 @@ class Texts:
                 f"warning: {self.cut:,} of {len(self):,} texts are cut at --seq_len={self.length}; "
                 f"--seq_len={self.longest} keeps all."
             )
+
+
+def encode(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Texts:
+    """Tokenizes texts; longer ones are cut. Raises DataError if `length` has no room for a text."""
+    room, rows, longest, cut = room_of(tokenizer, length), [], 0, 0
+    for first in range(0, len(texts), AT_ONCE):
+        for tokens in tokenizer.encode(texts[first : first + AT_ONCE]):
+            longest = max(longest, len(tokens) - room + length)
+            cut += len(tokens) > room
+            rows.append(around(tokens[:room], tokenizer))
+    return Texts(rows, length, longest, cut)
+
+
+def encode_windows(texts: Iterable[bytes], tokenizer: Tokenizer, length: int) -> Texts:
+    """Tokenizes texts of any length: longer ones become several rows."""
+    room, rows = room_of(tokenizer, length), []
+    for one in texts:
+        (tokens,) = tokenizer.encode([one])
+        for first in range(0, len(tokens), room):
+            rows.append(around(tokens[first : first + room], tokenizer))
+    return Texts(rows, length)
+
+
+def around(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Tokens of a text, int32, with the control tokens around it."""
+    return np.array([*tokenizer.start, *tokens, *tokenizer.closing], np.int32)
+
+
+def room_of(tokenizer: Tokenizer, length: int) -> int:
+    """Tokens of text that a row has room for. Raises DataError if there are none."""
+    controls = len(tokenizer.start) + len(tokenizer.closing)
+    if controls >= length:
+        raise DataError(
+            f"--seq_len={length} has no room for a text between the {controls} control tokens around it; "
+            f"use --seq_len={controls + 1} or more"
+        )
+    return length - controls
 
 
 def filler(length: int) -> Example:

@@ -19,13 +19,13 @@ from recipes.common import checkpoint, language
 from recipes.common.checkpoint import open_run
 from recipes.common.classification import confusion, show
 from recipes.common.config_flags import check_set, describe_set
-from recipes.common.encoders import PairLoss, class_logits, for_task, task_of
+from recipes.common.encoders import PairLoss, class_logits, count_right, for_task, task_of
 from recipes.common.language import DECODER, Text, Training
 from recipes.common.report import flops, kernel
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
-from recipes.common.sharding import Tree, make_layout
+from recipes.common.sharding import make_layout
 from recipes.common.sharding.abstract import Phases
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.new_parts import NewParts
@@ -156,20 +156,12 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
     finish(folder, layout, log)
 
 
-def count_right(model, batch: Tree) -> Tree:
-    """An extra sum for an evaluation: masked tokens that are the likeliest ones."""
-    wanted_BT = batch["targets"]
-    guess_BT = model(batch["tokens"], batch.get("segment_ids")).argmax(axis=-1)
-    right = (guess_BT == wanted_BT).sum()  # padding has the target -1
-    return {"accuracy": (right, (wanted_BT >= 0).sum())}
-
-
 def defaults(run: Run, text: EncoderText, *groups: Any) -> tuple:
     """Flag defaults for this command line: those of the task, and of fine-tuning."""
-    task = task_of(text.task, run)
-    if task != "fill":
-        run = dataclasses.replace(run, workdir=run.workdir or f"runs/bert_{task}")
-    return language.fine_tuning("bert", NEW if task == "fill" else WHOLE, run, text, *groups)
+    if text.task in ("", "fill"):
+        return language.fine_tuning("bert", NEW, run, text, *groups)
+    run = dataclasses.replace(run, workdir=run.workdir or f"runs/bert_{text.task}")
+    return language.fine_tuning("bert", WHOLE, run, text, *groups)
 
 
 if __name__ == "__main__":

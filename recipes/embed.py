@@ -69,7 +69,7 @@ def main(devices: Devices, flags: Embed) -> None:
         compute = {"pooling": "mean"} | compute
     most = flags.seq_len or min(checkpoint.context(source), LONGEST)
     found = read(flags)
-    texts = Texts(found, tokenizer, most)
+    texts = whole_texts.encode(found, tokenizer, most)
     layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=most, **compute)
     if layout.seq_shards == 1:  # rows need be no longer than the longest text
         texts.length = min(-(-texts.longest // 8) * 8, most)

@@ -4,6 +4,7 @@
 
     python -m recipes.evaluate --restore_from=transformer.stdlib_3m --dataset=notes.txt,more.jsonl
     python -m recipes.evaluate --restore_from=hf:DIR --mesh=1x8 --tasks=arc_easy,hellaswag --limit=100
+    python -m recipes.evaluate --restore_from=runs/bert_classify --dataset=labelled.jsonl   # an encoder
 
 The model may have been trained on any mesh. All of a text is evaluated: every token of a document but
 the first, exactly once, with at most --seq_len tokens of the same document in front of it.
@@ -19,7 +20,7 @@ from data import sources, text
 from data.batches import Dataset
 from data.captions import Texts
 from data.tokenizer import Tokenizer
-from recipes.common import checkpoint, entries, zero_shot
+from recipes.common import checkpoint, encoder_evaluation, entries, zero_shot
 from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.entries import ENTRIES
 from recipes.common.int8_weights import to_int8, weights_flag
@@ -31,6 +32,8 @@ from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
 from recipes.common.train.evaluation import Evaluation, in_words
+
+ENCODER = "bert"  # the entry of text encoders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Evaluate(Settings):
         "data", choices=["all", "held_out"],
     )  # fmt: skip
     text_column: str = flag("text", "Text column of .jsonl, .parquet and hf: datasets.", "data")
+    label_column: str = flag("label", "Column of labels, for an encoder that classifies.", "data")
     pack: bool = flag(
         True, "Rows of whole documents; false: windows that cut them, as byte-level runs use.",
         "data",
@@ -101,7 +105,8 @@ def main(devices: Devices, flags: Evaluate) -> None:
     rows = length if flags.dataset else 0  # tasks pad their rows to what the mesh divides
     layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, **compute)
     kernel.check(layout)
-    texts = {name: load(name, flags, length, tokenizer) for name in names(flags.dataset)}
+    encoder = layout.config if source.metadata["entry"] == ENCODER else None
+    texts = {name: load(name, flags, length, tokenizer, encoder) for name in names(flags.dataset)}
 
     # ---- Read the model, each shard onto its own device ------------------------------------------
     print0(report.headline(layout), *describe_set(flags))
@@ -118,11 +123,17 @@ def main(devices: Devices, flags: Evaluate) -> None:
     for name, data in texts.items():
         rows = min(flags.batch_size, len(data.held_out))
         rows = -(-rows // layout.batch_shards) * layout.batch_shards  # a multiple of the shards
-        evaluation = Evaluation(dataclasses.replace(layout, batch_size=rows), data)
+        extra = encoder_evaluation.extra(encoder) if encoder else None
+        evaluation = Evaluation(dataclasses.replace(layout, batch_size=rows), data, extra)
         totals = evaluation(variables)
-        summary = in_words(totals, data.held_out_bytes)
+        facts: dict[str, Any] = {"bytes": data.held_out_bytes, "part": flags.part}
+        facts |= {"seq_len": length}
+        if encoder:
+            summary = encoder_evaluation.in_words(totals, encoder)
+            facts |= encoder_evaluation.metrics(totals, encoder)
+        else:
+            summary = in_words(totals, data.held_out_bytes)
         print0(f"{name}: {summary}; {flags.part}, {length:,} tokens of context.")
-        facts = {"bytes": data.held_out_bytes, "part": flags.part, "seq_len": length}
         results.setdefault("datasets", {})[name] = evaluation.metrics(totals) | facts
     to_json = None
     if asked:
@@ -189,8 +200,16 @@ def names(dataset: str) -> list[str]:
     return [name for name in split(dataset) if name]
 
 
-def load(name: str, flags: Evaluate, length: int, tokenizer: Tokenizer) -> Dataset:
-    """A dataset whose held-out part is the text to evaluate. Raises DataError."""
+def load(
+    name: str, flags: Evaluate, length: int, tokenizer: Tokenizer, encoder: Any = None
+) -> Dataset:
+    """A dataset whose held-out part is the text to evaluate. Raises DataError.
+
+    Args:
+      encoder: the Config of a text encoder.
+    """
+    if encoder:
+        return encoder_evaluation.load(name, flags, length, tokenizer, encoder)
     pack = "true" if flags.pack else "false"
     held_out = name if flags.part == "all" else ""  # as --eval_dataset: all of it is held out
     data = text.load(name, flags.text_column, length, tokenizer, pack, held_out)
@@ -213,7 +232,19 @@ def given(flags: Evaluate) -> checkpoint.Source:
         if entry != "siglip":
             raise UserError(f"--labels is for models of two towers, and this is a {entry!r} model")
         return source
-    if entry in ENTRIES and ENTRIES[entry].data != text.__name__:
+    if entry == ENCODER:
+        task = checkpoint.config_of(source).task
+        if flags.tasks:
+            raise UserError(
+                f"--tasks={flags.tasks} is for models that write, and --restore_from={flags.restore_from} "
+                "is a text encoder; use --dataset=FILE"
+            )
+        if task == "embed":
+            raise UserError(
+                f"--restore_from={flags.restore_from} makes vectors of texts; python -m recipes.embed "
+                "writes them"
+            )
+    elif entry in ENTRIES and ENTRIES[entry].data != text.__name__:
         raise UserError(
             f"--restore_from={flags.restore_from} is a {entry!r} model, which its own recipe "
             f"evaluates; use python -m recipes.{entry} --restore_from={flags.restore_from} --steps=0"

@@ -1,37 +1,19 @@
 """recipes.embed: a vector for each text, whatever the mesh, the batch and the kind of file."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pyarrow.parquet
 import pytest
-from flax import nnx
 
-from data.tokenizer import BYTES, START
-from recipes.common import checkpoint
+from data.tokenizer import START
 from recipes.common.encoders import for_task
-from recipes.common.mesh import make_mesh
-from recipes.common.sharding import make_layout
-from recipes.common.sharding.abstract import variables_of
+from tests.support.encoders import SMALL, written
 from tests.support.quick import quick as quick
-from zoo.bert import Bert, Config
 
 pytestmark = pytest.mark.promise("evaluation")
 
-SMALL = dataclasses.replace(Config.tiny(), num_layers=1, mlp=64)
 TEXTS = [f"text {i:02d} {'x' * (i % 3) * 5}" for i in range(13)]
-
-
-def written(folder, task):
-    """Writes a random encoder; returns the model."""
-    config = for_task(SMALL, task)
-    model = Bert(config, rngs=nnx.Rngs(7))
-    layout = make_layout(Bert, config, make_mesh("1"))
-    facts = checkpoint.metadata("bert", layout, {}) | {"step": 0, "context": 128}
-    facts["tokenizer"] = BYTES.sha256
-    checkpoint.write(folder, variables_of(model), facts, tokenizer=BYTES)
-    return model
 
 
 def definition(model) -> np.ndarray:
@@ -46,7 +28,7 @@ def definition(model) -> np.ndarray:
 
 
 def test_vectors_are_those_of_texts_one_by_one_and_in_their_order(inside, quick, tmp_path):
-    wanted = definition(written(tmp_path / "m", "embed"))
+    wanted = definition(written(tmp_path / "m", for_task(SMALL, "embed")))
     (tmp_path / "a.txt").write_text("\n".join(TEXTS) + "\n")
     out = tmp_path / "v.npy"
     flags = (f"--restore_from={tmp_path / 'm'}", "--mesh=4x2", "--batch_size=6", f"--out={out}")
@@ -66,7 +48,7 @@ def test_vectors_are_those_of_texts_one_by_one_and_in_their_order(inside, quick,
 def test_a_parquet_file_has_the_texts_too_and_a_model_for_masks_gives_means(
     inside, quick, tmp_path
 ):
-    wanted = definition(written(tmp_path / "m", "fill"))
+    wanted = definition(written(tmp_path / "m"))
     rows = [json.dumps({"body": text, "n": 1}) for text in TEXTS]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     done = inside(
@@ -80,7 +62,7 @@ def test_a_parquet_file_has_the_texts_too_and_a_model_for_masks_gives_means(
 
 
 def test_mistakes_are_one_line(inside, tmp_path):
-    written(tmp_path / "m", "embed")
+    written(tmp_path / "m", for_task(SMALL, "embed"))
     (tmp_path / "a.txt").write_text("a\n\nb\n")
     model, data = f"--restore_from={tmp_path / 'm'}", f"--dataset={tmp_path / 'a.txt'}"
     out = f"--out={tmp_path / 'v.npy'}"

@@ -12,6 +12,7 @@ from flax import nnx
 
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
+from recipes.common.checkpoint import card, probe
 from recipes.common.encoders import PairLoss, for_task
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding import make_layout, paths, shardings
@@ -21,6 +22,7 @@ from recipes.common.train.state import new_params
 from recipes.common.train.step import gradients
 from recipes.instruments.prove.compare import compare_gradients, largest_relative
 from tests.conftest import full_except
+from tests.support.encoders import SMALL, written
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
@@ -29,17 +31,6 @@ from zoo.bert import Bert, Config
 pytestmark = pytest.mark.promise("all-pairs")
 
 B, T = 16, 9
-SMALL = dataclasses.replace(Config.tiny(), num_layers=1, mlp=64)
-
-
-def written(folder, config=SMALL):
-    """A checkpoint of a random model that fills masks in; returns its parameters too."""
-    layout = make_layout(Bert, config, make_mesh("1"))
-    values = variables_of(Bert(config, rngs=nnx.Rngs(7)))
-    facts = checkpoint.metadata("bert", layout, {}) | {"step": 0, "context": 128}
-    facts["tokenizer"] = BYTES.sha256
-    checkpoint.write(folder, values, facts, tokenizer=BYTES)
-    return paths(values["params"])
 
 
 @pytest.mark.parametrize("modern", [False, True])
@@ -47,7 +38,7 @@ def test_a_new_task_keeps_what_both_models_have(modern, tmp_path):
     """The rest has the values that a new model of this seed has, on any mesh."""
     plain = dataclasses.replace(Config.small(), num_layers=3, embed=64, mlp=64, remat="none")
     before = plain if modern else SMALL
-    old = written(tmp_path / "fill", before)
+    old = paths(variables_of(written(tmp_path / "fill", before))["params"])
     config = dataclasses.replace(for_task(before, "classify"), labels=("a", "b", "c"))
     layout = make_layout(Bert, config, make_mesh("4x2"), seed=3)
     source = NewParts(checkpoint.find(tmp_path / "fill"), layout)
@@ -168,9 +159,16 @@ def test_a_classifier_learns_from_a_model_that_fills_masks(train, quick, tmp_pat
     again = train(f"--restore_from={tmp_path / 'run'}", data, "--steps=0", "--mesh=2x2x2")
     assert "New:" not in again
     assert accuracy(again).split(";")[0] == accuracy(out).split(";")[0]
-    config = checkpoint.config_of(checkpoint.find(tmp_path / "run"))
+    source = checkpoint.find(tmp_path / "run")
+    config = checkpoint.config_of(source)
     assert config.task == "classify"
     assert config.labels == ("0", "1")
+    assert for_task(config, "embed").labels == ()
+    # It can be given on.
+    facts = card.facts(source, [], "", "")
+    assert facts["unit"] == "nats a text"
+    assert 'pipeline_tag: "text-classification"' in card.for_hub("x", source.metadata, facts)
+    assert {*probe.batch(source.metadata, BYTES)} == {"tokens", "segment_ids", "label"}
 
 
 @pytest.mark.full

@@ -68,6 +68,19 @@ def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
     return {"held_out": held_out.get(step, {}), **began, "train_seconds": seconds}
 
 
+# A text encoder's task → the Hub's name for it, and the unit of its loss.
+ENCODERS = {
+    "fill": ("fill-mask", "nats a masked token"),
+    "classify": ("text-classification", "nats a text"),
+    "embed": ("sentence-similarity", "nats a pair of texts"),
+}
+
+
+def task_of(metadata: dict[str, Any]) -> str:
+    """A text encoder's task; empty for other models."""
+    return metadata["config"].get("task", "")
+
+
 def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
     """Facts for a card that the checkpoint's metadata lacks.
 
@@ -79,12 +92,13 @@ def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
     if published:
         flags = {"licence": licence, "note": " ".join(note.split())}
         return published | {name: value for name, value in flags.items() if value}
+    usual = ENTRIES[source.metadata["entry"]].unit
     return {
         "parameters": sum(array.size for array in arrays),
         "dtype": " and ".join(sorted({str(array.dtype) for array in arrays})),
         "licence": licence,
         "note": " ".join(note.split()),
-        "unit": ENTRIES[source.metadata["entry"]].unit,
+        "unit": ENCODERS.get(task_of(source.metadata), ("", usual))[1],
         **(measured(source.path, source.step) if trained(source.metadata) else {}),
         **({"base": began} if began else {}),
         **({"sample": sample} if (sample := _sample(source)) else {}),
@@ -293,6 +307,7 @@ def for_hub(
     library = "peft" if adapter else "transformers"
     images = ENTRIES[metadata["entry"]].data == "data.images"
     task = "image-classification" if images else "text-generation"
+    task = ENCODERS.get(task_of(metadata), (task, ""))[0]
     front = {"library_name": library, "pipeline_tag": task}
     if licence:
         other = {"license": "other", "license_name": licence}

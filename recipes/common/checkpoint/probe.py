@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from data import batches, pairs, text
+from data import batches, labelled, pairs, text
 from data.tokenizer import Tokenizer
 from recipes.common import entries
 from recipes.common.runtime import UserError, describe
@@ -28,16 +28,27 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
     Args:
       tokenizer: the checkpoint's.
 
-    Raises DataError if the data is missing.
+    Raises DataError if the data is missing, and UserError if the model itself has no such loss.
     """
     # The config overrides flags: 0 means the config's default.
     flags = metadata["flags"] | metadata["config"] | {"tokenizer": tokenizer}
     if metadata.get("recipe") == PAIRS:  # chosen answers
         names = ("dataset", "seq_len", "tokenizer", "eval_dataset", "as_chat")
-        labelled = flags["loss"] == LABELLED
-        rows = pairs.load(**{name: flags[name] for name in names}, labelled=labelled)
+        of_answers = flags["loss"] == LABELLED
+        rows = pairs.load(**{name: flags[name] for name in names}, labelled=of_answers)
         found = next(batches.held_out_batches(rows, ROWS))
         return {name: found[name] for name in ("tokens", "targets")}
+    task = metadata["config"].get("task")  # a text encoder's
+    if task == "classify":
+        names = ("dataset", "text_column", "label_column", "tokenizer", "eval_dataset", "labels")
+        length = min(TOKENS, flags["seq_len"])
+        rows = labelled.load(**{name: flags[name] for name in names}, seq_len=length)
+        return next(batches.held_out_batches(rows, ROWS))
+    if task == "embed":
+        raise UserError(
+            "a model of vectors of texts has no loss of its own to be published with; use python -m "
+            "recipes.hf export"
+        )
     # Conversations are not cut: only answers are targets, and they may start late.
     if "seq_len" in flags and "template" not in metadata["data"]:
         flags["seq_len"] = min(TOKENS, flags["seq_len"])
