@@ -84,6 +84,7 @@ class Compute(Architecture):
     context: str = "auto"  # how parts of T attend; "auto": all-to-all if there is a head for each
     pipeline: str = "1f1b"  # schedule of stages; "gpipe" keeps more activations and takes as long
     pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: up to 4 per stage
+    load_limit: float = 0.0  # most load of a device's dropless experts, 1 if even; 0: drop nothing
     loss_chunk: int = 256  # positions of a sequence with logits at once; see positions_at_once
     unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
 

@@ -60,6 +60,26 @@ class LocalExperts:
         return self.compute(ExpertMatmul(sizes_E), x, *self.weights)
 
 
+def gather_experts(weights, axes, split: dict[str, tuple[str, ...]]) -> list[jax.Array]:
+    """Gathers the D of experts' weights. Their gradients are scattered, then summed over other rows.
+
+    Here and not before jax.shard_map, whose transpose sums whole gradients: TPUs make that an
+    all-reduce if D isn't the last dim.
+
+    Args:
+      axes: the logical axes of each weight; split: logical axis → mesh axes.
+    """
+    over = split["expert_embed"]
+    gathered = []
+    for weight, names in zip(weights, axes, strict=True):
+        if over and "expert_embed" in names:
+            (weight,) = varying((*split["batch"], *split["seq"]), weight)
+            dim = names.index("expert_embed")
+            weight = jax.lax.all_gather(weight, over, axis=dim, tiled=True)
+        gathered.append(weight)
+    return gathered
+
+
 def by_capacity(experts: LocalExperts, slots: int, x_BTD, choice: Choice) -> jax.Array:
     """Experts with a capacity: each takes the first `slots` positions of a row that chose it.
 
@@ -114,13 +134,16 @@ def choices_in_slots(expert_BTJ, E: int, U: int) -> jax.Array:
     return jnp.where(used_BM, jnp.take_along_axis(order_BM, sorted_BM, axis=1), -1)
 
 
-def dropless(experts: LocalExperts, x_BTD, choice: Choice) -> jax.Array:
+def dropless(experts: LocalExperts, x_BTD, choice: Choice, load_limit: float = 0.0) -> jax.Array:
     """Dropless experts (Gale et al. 2022): each takes all positions that chose it, after a sort.
 
     Runs on one device, whose experts compute rows of all devices along the axes that split experts:
     it gathers all rows, or gets those that chose its experts. Returns [B, T, D].
+
+    Args:
+      load_limit: see Config.load_limit; `over_limit` says what it drops.
     """
-    expert_BTJ, weight_BTJ, _ = choice  # nothing is dropped
+    expert_BTJ, weight_BTJ, _ = choice
     split = experts.split
     axes = split["expert"]
     x_BTD, weight_BTJ = varying(split["mlp"], x_BTD, weight_BTJ)
@@ -128,11 +151,11 @@ def dropless(experts: LocalExperts, x_BTD, choice: Choice) -> jax.Array:
     x_ND = x_BTD.reshape(B * T, -1)
     expert_NJ = expert_BTJ.reshape(B * T, J)
     weight_NJ = weight_BTJ.reshape(B * T, J)
-    if exchanges(count_devices(axes), J):
+    if exchanges(count_devices(axes), J, load_limit):
         if not experts.sums_gradients:  # they are summed once, over all turns
             weights = varying(varying_axes(x_ND), *experts.weights)
             experts = dataclasses.replace(experts, weights=tuple(weights))
-        out_ND = exchange(experts, x_ND, expert_NJ, weight_NJ)
+        out_ND = exchange(experts, x_ND, expert_NJ, weight_NJ, load_limit)
         return sum_shards(out_ND.reshape(B, T, -1), split)
     if axes:
         gather = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)
@@ -185,31 +208,59 @@ class Route(NamedTuple):
     turns: jax.Array  # the number of turns, the same on all devices
 
 
-def exchanges(devices: int, choices: int) -> bool:
+def exchanges(devices: int, choices: int, load_limit: float = 0.0) -> bool:
     """Whether dropless rows travel to the devices of their experts, or all devices gather all rows.
 
-    A device sends a row no more than `choices` times, instead of `devices` - 1 times.
+    A device sends a row no more than `choices` times, instead of `devices` - 1 times. A limit is one
+    of the exchange.
     """
-    return choices < devices
+    return choices < devices or (load_limit > 0 and devices > 1)
 
 
-def exchange(experts: LocalExperts, x_ND, expert_NJ, weight_NJ) -> jax.Array:
-    """Each row's weighted sum of its experts' outputs, which other devices compute, [N, D].
+def take_turns(expert_NJ, experts: int, axes: tuple[str, ...], load_limit: float):
+    """Each choice's device and the turn in which that computes it, and how many it has of each source.
 
-    A device computes the choices of its experts in turns, in the order of devices and rows, so its
-    memory does not depend on the load. Mostly one turn is enough.
+    Turns follow the order of devices and rows. A row's choices on one device have the same turn.
+
+    Args:
+      experts: of a device.
+
+    Returns: (device_NJ, turn_NJ, counts [P, P] by source and target, choices of a turn).
     """
     N, J = expert_NJ.shape
-    axes = experts.split["expert"]
     P = count_devices(axes)
-    room = min(math.ceil(ROOM * N * J), P * N * J)
-    device_NJ = expert_NJ // experts.here
+    room = min(math.ceil((load_limit or ROOM) * N * J), P * N * J)
+    device_NJ = expert_NJ // experts
     taken_NP = (device_NJ[..., None] == jnp.arange(P)[None, None]).sum(axis=1)
-    taken_PP = jax.lax.all_gather(taken_NP.sum(axis=0), axes)  # by source and target
+    taken_PP = jax.lax.all_gather(taken_NP.sum(axis=0), axes)
     first_NP = before(taken_PP)[jax.lax.axis_index(axes)][None] + before(taken_NP)
+    turn_NJ = jnp.take_along_axis(first_NP // room, device_NJ, axis=1)
+    return device_NJ, turn_NJ, taken_PP, room
+
+
+def over_limit(expert_BTJ, experts: int, axes: tuple[str, ...], load_limit: float) -> jax.Array:
+    """Whether `dropless` drops a choice: its device computes one turn alone. Runs on one device.
+
+    No output depends on later positions of its row, but those of a batch's last rows are dropped first.
+    """
+    if not exchanges(count_devices(axes), expert_BTJ.shape[-1], load_limit):
+        return jnp.zeros(expert_BTJ.shape, bool)
+    expert_NJ = expert_BTJ.reshape(-1, expert_BTJ.shape[-1])
+    turn_NJ = take_turns(expert_NJ, experts // count_devices(axes), axes, load_limit)[1]
+    return (turn_NJ > 0).reshape(expert_BTJ.shape)
+
+
+def exchange(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, load_limit: float) -> jax.Array:
+    """Each row's weighted sum of its experts' outputs, which other devices compute, [N, D].
+
+    A device computes the choices of its experts in turns, so its memory does not depend on the load.
+    Mostly one turn is enough; with a limit there is one.
+    """
+    J = expert_NJ.shape[1]
+    axes = experts.split["expert"]
+    device_NJ, turn_NJ, taken_PP, room = take_turns(expert_NJ, experts.here, axes, load_limit)
     same_NJJ = device_NJ[:, :, None] == device_NJ[:, None]
     is_first_NJ = ~(same_NJJ & jnp.tri(J, k=-1, dtype=bool)[None]).any(axis=-1)
-    turn_NJ = jnp.take_along_axis(first_NP // room, device_NJ, axis=1)
     mesh = tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
     turns = -(-taken_PP.sum(axis=0).max() // room)
     (turns,) = varying(mesh, turns)
@@ -217,6 +268,8 @@ def exchange(experts: LocalExperts, x_ND, expert_NJ, weight_NJ) -> jax.Array:
     route = Route(expert_NJ, device_NJ, jnp.where(is_first_NJ, turn_NJ, -1), turns)
     run_turn = functools.partial(one_turn, experts, room)
     first_ND = run_turn(jnp.int32(0), route, x_ND, weight_NJ, experts.weights)
+    if load_limit:
+        return first_ND
     return first_ND + further_turns(run_turn, route, x_ND, weight_NJ, experts.weights)
 
 

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Positions, stripe
-from .dispatch import Choice, LocalExperts, by_capacity, dropless, varying, varying_axes
+from .dispatch import (
+    Choice, LocalExperts, by_capacity, dropless, gather_experts, over_limit, varying, varying_axes,
+)  # fmt: skip
 from .layers import WideWeight, gather, multiply
 from .sharding import auto, constrain, mesh_axes, param, per_device, reshape, zeros
 from .stack import REMAT_POLICIES
@@ -164,7 +166,7 @@ class GatedExperts(nnx.Module):
             weights=(self.gate, self.up, self.down),
         )
 
-    def route(self, x_BTD, counted_BT, slots: int):
+    def route(self, x_BTD, counted_BT, slots: int, load_limit: float = 0.0):
         """Chooses each position's experts, in float32; see `choose`."""
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
@@ -173,6 +175,7 @@ class GatedExperts(nnx.Module):
             logits_BTE,
             counted_BT,
             slots,
+            load_limit,
             routing=self.routing,
             bias_E=None if self.bias is None else self.bias[...],
         )
@@ -214,23 +217,28 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
     Raises ValueError if rules split experts over a mesh axis that does not split the batch.
 
     Args:
-      route: (x_BTD, counted_BT, slots) → what `choose` returns, and perhaps more.
+      route: (x_BTD, counted_BT, slots, load_limit) → what `choose` returns, and perhaps more.
       expert: (product, x, *weights) → a shard's part of the outputs, which are summed over shards
         of `mlp`. `product` multiplies rows by their experts' part of a weight.
       weights: parameters [E, ...].
     """
     capacity = None if positions.generates else config.capacity
+    load_limit = 0.0 if positions.generates or capacity is not None else config.load_limit
     x_BTD = gather(x_BTD)
     E = config.num_experts
     T = x_BTD.shape[1]
     split = {
-        axis: mesh_axes(axis, manual=True) for axis in ("expert", "mlp", "seq", "residual_seq")
+        axis: mesh_axes(axis, manual=True)
+        for axis in ("batch", "expert", "expert_embed", "mlp", "seq", "residual_seq")
     }
     if alone := {*split["expert"]} - {*mesh_axes("batch", manual=True)}:
         over = ", ".join(sorted(alone))
         raise ValueError(f"the rules split experts over {over}, but not the batch")
     axes = [w.out_sharding[-w[...].ndim :] for w in weights]  # in a scan, without that of layers
-    axes = [tuple(n if n in ("expert", "mlp") else None for n in names) for names in axes]
+    kept = ["expert", "mlp"]
+    if {*split["expert_embed"]} <= {*split["batch"], *split["seq"]}:  # else all have the same rows
+        kept.append("expert_embed")
+    axes = at_rest = [tuple(n if n in kept else None for n in names) for names in axes]
     is_wide = isinstance(weights[0], WideWeight)
     operands = [w[...] if is_wide else w[...].astype(x_BTD.dtype) for w in weights]
     if config.matmul:
@@ -240,16 +248,18 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
     slots = T  # enough for any choice
     if capacity is not None:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
-    choice, *more = route(x_BTD, positions.counted_BT, slots)
+    choice, *more = route(x_BTD, positions.counted_BT, slots, load_limit)
 
     def compute(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
         if is_wide:  # devices add up gradients before this cast's transpose
             weights = varying(varying_axes(x_BTD), *weights)
             weights = tuple(w.astype(x_BTD.dtype) for w in weights)
+        if not config.matmul:
+            weights = gather_experts(weights, at_rest, split)
         experts = LocalExperts(expert, weights, E, split, sums_gradients=bool(config.matmul))
         choice = Choice(expert_BTJ, weight_BTJ, place_BTJ)
         if capacity is None:
-            return dropless(experts, x_BTD, choice)
+            return dropless(experts, x_BTD, choice, load_limit)
         return by_capacity(experts, slots, x_BTD, choice)
 
     scattered = split["mlp"] and split["mlp"] == split["residual_seq"]  # see dispatch.sum_shards
@@ -263,7 +273,13 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
 
 
 def choose(
-    config, logits_BTE, counted_BT, slots: int, routing: Routing = Routing(), bias_E=None
+    config,
+    logits_BTE,
+    counted_BT,
+    slots: int,
+    load_limit: float = 0.0,
+    routing: Routing = Routing(),
+    bias_E=None,
 ) -> tuple[Choice, dict[str, jax.Array]]:
     """Chooses each position's experts by the router's logits, in float32.
 
@@ -271,6 +287,7 @@ def choose(
     on later positions. Weights are the probabilities of a softmax, or sigmoids.
 
     Args:
+      load_limit: see Config.load_limit; a choice beyond it has no slot.
       bias_E: changes the choice alone.
 
     Returns: the Choice, and its metrics, see `measure`.
@@ -299,6 +316,12 @@ def choose(
     before_BTE = stripe(config, cumsum(natural_BTE), "router") - taken_BTE
     place = [jnp.where(best_BTE, before_BTE, 0).sum(axis=-1) for best_BTE in taken]
     expert_BTJ, weight_BTJ, place_BTJ = (jnp.stack(x, -1) for x in (expert, weight, place))
+    if load_limit:
+        is_over = functools.partial(
+            over_limit, experts=E, axes=mesh_axes("expert", manual=True), load_limit=load_limit
+        )
+        over_BTJ = per_device(is_over, [expert_BTJ], [("batch", "seq", None)])
+        place_BTJ = jnp.where(over_BTJ, slots, place_BTJ)
     if routing.normalize:
         weight_BTJ /= weight_BTJ.sum(axis=-1, keepdims=True)
     choice = Choice(expert_BTJ, weight_BTJ, place_BTJ)

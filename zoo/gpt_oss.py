@@ -156,7 +156,7 @@ class Experts(nnx.Module):
         bias_BTD = multiply(share_BTE.astype(out_BTD.dtype), self.down_bias, seq="residual_seq")
         return out_BTD + bias_BTD, metrics
 
-    def route(self, x_BTD, counted_BT, slots: int):
+    def route(self, x_BTD, counted_BT, slots: int, load_limit: float = 0.0):
         """Chooses experts by logits in float32; weights are a softmax over those of the chosen.
 
         Returns: as `choose`, and the experts' weights at each position, [B, T, E].
@@ -164,7 +164,7 @@ class Experts(nnx.Module):
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
         logits_BTE = add_bias(logits_BTE, self.router_bias)
-        choice, metrics = choose(self.config, logits_BTE, counted_BT, slots)
+        choice, metrics = choose(self.config, logits_BTE, counted_BT, slots, load_limit)
         expert_BTJ, weight_BTJ, place_BTJ = choice
         kept_BTJ1 = jnp.where(place_BTJ < slots, weight_BTJ, 0)[..., None]
         share_BTE = (jax.nn.one_hot(expert_BTJ, self.config.num_experts) * kept_BTJ1).sum(axis=2)

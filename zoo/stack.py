@@ -31,6 +31,9 @@ REMAT_POLICIES = {
     ),
 }  # fmt: skip
 
+# Axes that weights in use still have as at rest: experts.mix gathers them.
+GATHERED_LATER = {"expert_embed": "expert_embed"}
+
 
 def stack(make_layer, num_layers: int, rngs: nnx.Rngs, axis: str = "layers"):
     """Builds `num_layers` layers as one module; its variables start with L, logical axis `axis`.
@@ -113,12 +116,11 @@ def layer_in_use(layer, names: dict[str, str], config):
         from .float32_sums import wide_in_use
 
         return wide_in_use(layer, names, config.dtype)
-    used = in_use(layer, names, config.dtype)
     if not config.matmul:
-        return used
+        return in_use(layer, names | GATHERED_LATER, config.dtype)
     from .low_precision import lowered
 
-    return lowered(layer, used, names, config)
+    return lowered(layer, in_use(layer, names, config.dtype), names, config)
 
 
 def fit_rules(method):

@@ -2,8 +2,9 @@
 
 The textbook counts array elements that a device receives: `dp` all-reduces each gradient once;
 `fsdp` all-gathers weights (again for the backward pass where a layer is rematerialised) and
-reduce-scatters gradients; `tp` all-reduces activations. XLA's CPU backend has no reduce-scatter and
-writes an all-reduce and a slice; TPUs have one (recipes/instruments/bench/README.md).
+reduce-scatters gradients; `tp` all-reduces activations. XLA's CPU backend makes reduce-scatters of
+those in shard_map alone, which are gradients of experts; of others it makes an all-reduce and a slice.
+TPUs have one (recipes/instruments/bench/README.md).
 """
 
 import dataclasses
@@ -265,6 +266,7 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
     gathered = {_dims(variable.use) for variable in held if variable.rest != variable.use}
     gathered |= {_whole(variable) for variable in held if variable.state != variable.rest}
     reduced = {_dims(variable.use) for variable in held}
+    scattered = {_dims(variable.rest) for variable in held if "expert_embed" in variable.axes}
     rows, whole = activations(entry_name, layout)
     experts = layout.shape.trained_experts
     loads = [(shape.number,) for shape, _ in experts]  # of each expert, metrics
@@ -282,6 +284,11 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
                 continue  # the loss, the number of targets, the gradient's norm
             if found.kind == "all-gather" and dims in gathered:
                 counts["weights"] += found.times * size
+            elif found.kind == "reduce-scatter" and dims in scattered:
+                parts = group_size(found.groups, layout.mesh.size)
+                counts["gradients"] += found.times * size * parts
+            elif found.kind == "all-reduce" and dims in scattered and dims not in reduced:
+                counts["gradients"] += found.times * size  # of replicas
             elif found.kind == "all-reduce" and split(layout) and math.prod(dims) in whole:
                 counts["activations"] += found.times * size
             elif found.kind == "all-reduce" and split(layout) and size in (rows, 2 * rows):
@@ -308,6 +315,17 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
     return Sent(**counts, unknown=tuple(unknown))
 
 
+def of_replicas(variable: Variable, layout: Layout) -> int:
+    """Elements of a gradient of experts that replicas sum after it was scattered."""
+    parts = math.prod(variable.use) // math.prod(variable.rest)
+    parts *= count_shards(layout.rules, "expert", layout.mesh.shape)
+    if variable.rest == variable.use or "expert_embed" not in variable.axes:
+        return 0
+    if parts == layout.batch_shards:
+        return 0
+    return math.prod(variable.rest) * variable.layers
+
+
 def textbook(entry_name: str, layout: Layout) -> Sent:
     """The elements that the strategy has to send, computed from shapes alone."""
     held, book = variables(entry_name, layout).values(), Sent()
@@ -320,6 +338,7 @@ def textbook(entry_name: str, layout: Layout) -> Sent:
     # Each gradient is reduced once over the devices that have other rows of the batch; `classify` leaves
     # single numbers out.
     gradients = sum(math.prod(v.use) * v.layers for v in held if v.trained and math.prod(v.use) > 1)
+    gradients += sum(map(of_replicas, held, itertools.repeat(layout)))
     book = Sent(weights=weights, gradients=gradients if layout.batch_shards > 1 else 0)
     if split(layout):
         rows, _ = activations(entry_name, layout)
@@ -347,7 +366,7 @@ def check_promise(entry_name: str, layout: Layout, text: str) -> Sent:
     # Each gradient once, and new values of buffers.
     norms = HEAD_NORMS.get(entry_name, ()) if split(layout) else ()
     most = sum(
-        math.prod(v.use) * v.layers * times
+        math.prod(v.use) * v.layers * times + of_replicas(v, layout)
         for path, v in held.items()
         for times in [(layout.batch_shards > 1) + any(name in path for name in norms)]
     )
@@ -470,9 +489,13 @@ def test_weights_are_gathered_in_the_compute_dtype(entry_name, mesh, strategy):
 
 
 def whole_along(axis: str, jaxpr) -> list:
-    """Floating-point results of reshards that take a mesh axis away, in all parts of a program."""
+    """Floating-point results of gathers along a mesh axis, in all parts of a program."""
     found = []
     for equation in jaxpr.eqns:
+        if equation.primitive.name == "all_gather" and axis in equation.params["axis_name"]:
+            found += [
+                x.aval for x in equation.outvars if jnp.issubdtype(x.aval.dtype, jnp.floating)
+            ]
         if equation.primitive.name == "reshard":
             (before,), (after,) = equation.invars, equation.outvars
             split, left = (axis in used_by(x.aval.sharding.spec) for x in (before, after))

@@ -118,7 +118,8 @@ The textbook is computed from shapes alone. It has the costs that
 - tokens travel to split experts and back, forward and backward.
 
 The loss, the number of targets and the gradient's norm are single numbers and left out. XLA's CPU compiler
-has no reduce-scatter and writes an all-reduce and a slice instead; both sides count such an array once.
+writes an all-reduce and a slice instead of a reduce-scatter, except for experts' weights; both sides count such
+an array once.
 
 Ratios above 1 come from that compiler too. Where matmuls read the same input (q, k and v; gate and up), it
 all-reduces their gradients of that input one by one; Megatron adds them first and all-reduces the sum. The

@@ -414,11 +414,11 @@ def test_the_objective_its_figures_and_biases_are_their_definitions(changes, mon
     """Computes them from each router's inputs. One row ends in padding, another is all padding."""
     given, route = [], GatedExperts.route
 
-    def recorded(self, x_BTD, counted_BT, slots):
+    def recorded(self, x_BTD, counted_BT, slots, load_limit):
         jax.debug.callback(
             lambda *arrays: given.append((*arrays, slots)), x_BTD, counted_BT, ordered=True
         )
-        return route(self, x_BTD, counted_BT, slots)
+        return route(self, x_BTD, counted_BT, slots, load_limit)
 
     monkeypatch.setattr(GatedExperts, "route", recorded)
     config = dataclasses.replace(TINY, balance_weight=0.3, router_z_weight=0.2, **changes)
@@ -588,6 +588,42 @@ def test_rows_travel_to_the_devices_of_their_experts(load, mesh, strategy, room)
             np.testing.assert_allclose(x, want, rtol=1e-4, atol=2e-6 * max(1, np.abs(want).max()))
 
 
+def test_rows_beyond_a_limit_of_the_load_are_dropped_and_counted():
+    """By definition: a device takes the choices of its experts, row by row, until it has enough."""
+    config = dataclasses.replace(Config.tiny(), capacity=None, load_limit=0.8)
+    module = GatedExperts(config, biased=True, normalize=True, rngs=nnx.Rngs(0))
+    module.bias[...] = jnp.zeros(8).at[3].set(100.0)  # all rows choose it, and a further expert
+    graph, weights = nnx.split(module)
+    x_BTD = np.random.default_rng(0).normal(size=(8, 5, config.embed)).astype(np.float32)
+    positions = make_positions(config, jnp.zeros((8, 5), jnp.int32))
+    (expert_BTJ, weight_BTJ, _), _ = jax.device_get(module.route(x_BTD, positions.counted_BT, 5))
+    gate_EDF, up_EDF, down_EFD = (np.asarray(w[...]) for w in (module.gate, module.up, module.down))
+    wanted_BTD, taken_P, dropped = np.zeros_like(x_BTD), np.zeros(4, int), 0
+    for b, t in np.ndindex(8, 5):
+        x_D, had_P = x_BTD[b, t], taken_P.copy()
+        for e, weight in zip(expert_BTJ[b, t], weight_BTJ[b, t], strict=True):
+            taken_P[e // 2] += 1
+            if had_P[e // 2] >= 0.8 * 8 * 5 * 2 / 4:
+                dropped += 1
+                continue
+            hidden_F = np.asarray(jax.nn.silu(x_D @ gate_EDF[e])) * (x_D @ up_EDF[e])
+            wanted_BTD[b, t] += weight * (hidden_F @ down_EFD[e])
+
+    @jax.jit
+    def run(weights, x_BTD):
+        out_BTD, metrics = nnx.merge(graph, weights)(x_BTD, positions)
+        return out_BTD, metrics["dropped"]
+
+    mesh = make_mesh("data=1,expert=4")
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(RULES["ep"].items())):
+        on_mesh = jax.device_put(weights, nnx.get_named_sharding(weights, mesh))
+        x_BTD = jax.device_put(x_BTD, jax.NamedSharding(mesh, jax.P(("data", "expert"))))
+        found_BTD, found = run(on_mesh, x_BTD)
+    assert dropped > 24
+    assert float(found) == pytest.approx(dropped / 2)
+    np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("remat", "times"), full_except([("dispatched", 4), ("full", 5)], [("full", 5)])
 )
@@ -622,14 +658,15 @@ def test_a_row_goes_to_fewer_devices_than_it_has_experts(experts, devices, wante
 
 
 @pytest.mark.parametrize(
-    ("mesh", "line", "kinds"),
+    ("mesh", "limit", "line", "kinds"),
     [
-        ("data=1,expert=4", "rows travel to at most 2 of 4 devices along expert", {"all-to-all"}),
-        ("data=2,expert=2", "2 devices along expert gather all rows", {"all-gather", "reduce-scatter"}),
+        ("data=1,expert=4", 0.0, "rows travel to at most 2 of 4 devices along expert", {"all-to-all"}),
+        ("data=2,expert=2", 0.0, "2 devices along expert gather all rows", {"all-gather", "reduce-scatter"}),
+        ("data=1,expert=4", 1.5, "rows travel to at most 2 of 4 devices along expert, which drop what exceeds 1.5 times an even load", {"all-to-all"}),
     ],
 )  # fmt: skip
-def test_how_rows_reach_dropless_experts_is_decided_by_bytes(mesh, line, kinds):
-    config = dataclasses.replace(Config.tiny(), capacity=None, remat="none")
+def test_how_rows_reach_dropless_experts_is_decided_by_bytes(mesh, limit, line, kinds):
+    config = dataclasses.replace(Config.tiny(), capacity=None, remat="none", load_limit=limit)
     layout = make_layout(MoE, config, make_mesh(mesh), "ep", batch_size=8, seq_len=16)
     assert kernel.experts(layout) == [f"experts: dropless, {line}"]
     sent = [x for x in transfers(layout) if x.purpose == "exchanges"]

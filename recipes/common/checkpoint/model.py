@@ -63,6 +63,7 @@ def layout_of(
     # How the run that saved it computed, on its mesh and devices.
     default = {"context": "auto", "pipeline": "1f1b", "pipe_microbatches": 0}
     default |= {"matmul": "", "matmul_backward": "", "reduce_dtype": "", "attention": "auto"}
+    default |= {"load_limit": 0.0}
     default = {name: value for name, value in default.items() if hasattr(config, name)}
     config = replace(config, default | compute)
     return make_layout(

@@ -86,8 +86,10 @@ def experts(layout: Layout) -> list[str]:
         return []
     choices = dropless[0].per_token
     over = " and ".join(names)
-    if exchanges(devices, choices):
-        way = f"rows travel to at most {choices} of {devices} devices along {over}"
+    limit = dropless[0].load_limit
+    if exchanges(devices, choices, limit):
+        way = f"rows travel to at most {min(choices, devices)} of {devices} devices along {over}"
+        way += f", which drop what exceeds {limit:g} times an even load" if limit else ""
     else:
         way = f"{devices} devices along {over} gather all rows"
     return [f"experts: dropless, {way}"]

@@ -80,6 +80,7 @@ class ExpertsShape:
     width: int  # F, hidden width of one expert
     weights: int  # of one expert
     capacity: float | None  # slots, as a multiple of an even load; None: dropless
+    load_limit: float = 0.0  # of a device's dropless experts, 1 if even; 0: none
     groups: int = 1  # of experts; those of a position are in its `top_groups` best groups
     top_groups: int = 1
 
@@ -338,6 +339,7 @@ def _experts(matrices: list[tuple], embed: int, config: Any) -> ExpertsShape:
         width=weights // (embed * len(matrices)),
         weights=weights,
         capacity=_stated(config, "capacity"),
+        load_limit=_stated(config, "load_limit") or 0.0,
         groups=_stated(config, "groups") or 1,
         top_groups=_stated(config, "top_groups") or 1,
     )

@@ -249,7 +249,8 @@ def expert_slots(layout: Layout, experts: ExpertsShape) -> float:
     if experts.capacity:
         return experts.slots
     devices = layout.count_shards(EXPERT)
-    times = ROOM if exchanges(devices, experts.per_token) else devices
+    limit = experts.load_limit
+    times = (limit or ROOM) if exchanges(devices, experts.per_token, limit) else devices
     return times * experts.per_token
 
 

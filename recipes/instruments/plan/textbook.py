@@ -149,7 +149,8 @@ def of_each_weight(
 
     Compilers (`repeats`) gather weights outside of the layers and of the MTP head once, and the
     TPU's all-reduces gradients that would be reduce-scattered over some axes and all-reduced over
-    others, and those of a table of which a device would get neither whole tiles of V nor of D.
+    others, except those of experts, and those of a table of which a device would get neither whole
+    tiles of V nor of D.
     """
     stacked = _split_by(layout, [LAYERS])
     dtype = compute_bytes(layout)
@@ -172,7 +173,7 @@ def of_each_weight(
         gathered *= 1 if rounded else dtype
         yield path, Transfer("weights", "all-gather", split, accumulate * gathered)
         over, reduced = frozenset(state - use), frozenset(batch - state)
-        also_reduced = once and _devices(layout, reduced) > 1
+        also_reduced = once and EXPERT not in axes and _devices(layout, reduced) > 1
         cuts = table and _cuts_tiles(layout, whole, _devices(layout, over))
         for kind, axes_sent, elements in _of_gradient(
             layout, whole, over, reduced, together=tpu and (also_reduced or cuts)
@@ -427,7 +428,7 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
             # A device that has a part of each row has as many slots as if it had the whole row.
             slots = rows * layout.seq_shards * experts.slots
             yield Transfer("exchanges", "all-to-all", axes, times * ring(devices) * slots * each)
-        elif exchanges(devices, experts.per_token):
+        elif exchanges(devices, experts.per_token, experts.load_limit):
             copies = rows * devices_of_a_row(experts, devices)
             yield Transfer("exchanges", "all-to-all", axes, times * ring(devices) * copies * each)
         else:
