@@ -132,6 +132,17 @@ class Tokenizer:
             return [np.frombuffer(text, np.uint8).astype(np.int32) for text in raw]
         return self._encode(list(map(_text, texts)), control=False)
 
+    @functools.cached_property
+    def closing(self) -> tuple[int, ...]:
+        """Ids that the tokenizer puts behind a whole text, such as [SEP]."""
+        if not self.files:
+            return ()
+        with _encoding(self.name):
+            example = self._library.encode("a")
+        special = [*example.special_tokens_mask]
+        behind = special[::-1].index(0) if 0 in special else 0
+        return tuple(example.ids[len(special) - behind :])
+
     def decode(self, tokens, after=()) -> str:
         """Text without control tokens; ids outside the vocabulary, such as padding, are dropped.
 

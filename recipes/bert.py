@@ -1,38 +1,159 @@
-"""Trains a text encoder to fill masked tokens in, sharded over any mesh.
+"""Trains a text encoder, sharded over any mesh: to fill masked tokens in, to classify or to compare texts.
 
     python -m recipes.bert --mesh=4x2                     # a laptop: 8 simulated devices
     python -m recipes.bert --mesh=4x2 --size=bert_base --tokenizer=DIR --dataset=texts.jsonl
+    python -m recipes.bert --task=classify --restore_from=hf:DIR --dataset=labelled.jsonl
+    python -m recipes.bert --task=embed --restore_from=runs/bert --dataset=pairs.parquet
 
 Running the same command again resumes. The default model has ModernBERT's form.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
-from data import masked
+from data import labelled, masked, similar
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
-from recipes.common import language
+from recipes.common import checkpoint, language
+from recipes.common.checkpoint import open_run
+from recipes.common.classification import confusion, show
+from recipes.common.config_flags import check_set, describe_set
+from recipes.common.encoders import PairLoss, class_logits, for_task, task_of
 from recipes.common.language import DECODER, Text, Training
-from recipes.common.runtime import Run, flag
+from recipes.common.report import flops, kernel
+from recipes.common.report.plan import plan
+from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
-from recipes.common.sharding import Tree
-from zoo.bert import SIZES, Config
+from recipes.common.sharding import Tree, make_layout
+from recipes.common.sharding.abstract import Phases
+from recipes.common.train.loop import finish, fit
+from recipes.common.train.new_parts import NewParts
+from recipes.common.train.offload import check_offload
+from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
+from recipes.common.train.step import TrainStep
+from zoo.bert import SIZES, TASKS, Bert, Config
+from zoo.pairs import EXCHANGES
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedText(Text):
-    """Flags of the text, and of the tokens to fill in."""
+class EncoderText(Text):
+    """Flags of the task and of its text."""
 
+    task: str = flag(
+        "", "What to train: fill (masked tokens in), classify (labelled texts) or embed (pairs of texts); "
+        "empty: as the checkpoint, or fill.", "data", choices=["", *TASKS],
+    )  # fmt: skip
     mask_rate: float = flag(
         0.15, "Share of the tokens to fill in.", "data", at_least=0.0, at_most=1.0
     )
+    label_column: str = flag("label", "Column of labels, names or numbers, to classify.", "data")
+    anchor_column: str = flag("anchor", "Column of the first texts of pairs, to embed.", "data")
+    positive_column: str = flag("positive", "Column of the texts that mean the same.", "data")
+    scale: float = flag(20.0, "Factor of cosines, to embed: 1 / temperature.", "data", at_least=0.0)
+    pairs: str = flag(
+        "gather", "How texts to embed meet those of other devices; local: not at all, another loss.",
+        "data", choices=EXCHANGES,
+    )  # fmt: skip
 
     def load(self, tokenizer: Tokenizer, seed: int) -> Dataset:
         return masked.load(
             self.dataset, self.text_column, self.seq_len, tokenizer, self.pack, self.eval_dataset,
             self.mask_rate, seed,
         )  # fmt: skip
+
+    def load_whole(self, tokenizer: Tokenizer, labels: tuple[str, ...]) -> Dataset:
+        """Loads labelled texts, or pairs. `labels`: the checkpoint's."""
+        of_both = (self.seq_len, tokenizer, self.eval_dataset)
+        if self.task == "classify":
+            columns = (self.text_column, self.label_column)
+            return labelled.load(self.dataset, *columns, *of_both, labels)
+        return similar.load(self.dataset, self.anchor_column, self.positive_column, *of_both)
+
+
+# The flags of the model: a Config's fields that are set most often. --set reaches the others.
+MODEL = language.model_flags(Config, DECODER, SIZES, Config.REMAT)
+NEW = (Run(steps=600, batch_size=16, learning_rate=4e-3), EncoderText(), MODEL, Training())
+WHOLE = (Run(steps=300, batch_size=32, learning_rate=2e-3), *NEW[1:])  # to classify or embed
+
+
+def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
+    task = task_of(text.task, run)
+    if task == "fill":  # like a language model: recipes/common/language/recipe.py
+        text = dataclasses.replace(text, task="")
+        return language.main("bert", run, text, flags, training, extra=count_right)
+
+    # ---- Data: batch k is a pure function of (seed, k); labels decide the classes ----------------
+    run = dataclasses.replace(run, workdir=run.workdir or f"runs/bert_{task}")
+    text = dataclasses.replace(text, task=task)
+    mesh, folder = make_mesh(run.mesh), open_run("bert", run, text, flags, training)
+    tokenizer = checkpoint.tokenizer_for(text.tokenizer, folder.start)
+    config = language.model_config(
+        "bert", flags, folder.start, tokenizer, mesh.devices.flat[0],
+        change=functools.partial(for_task, task=task),
+    )  # fmt: skip
+    texts = text.load_whole(tokenizer, config.labels)
+    check_set(flags, {"task", *texts.config})
+    config = dataclasses.replace(config, **texts.config)
+
+    # ---- Model and mesh: checked together before anything is allocated or written ----------------
+    layout = make_layout(
+        Bert, config, mesh, run.rules,
+        seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
+        seq_len=text.seq_len,
+    )  # fmt: skip
+    layout.check_whole(f"--task={task}")
+    kernel.check(layout)
+    language.check_heads(layout)
+    check_offload(layout, training.offload)
+    if run.plan:
+        return print0(*plan(layout, training.accumulate, training.offload, training.optimizer))
+    print0(*texts.notes, *kernel.report(layout, text.seq_len, True), *kernel.matmul(layout))
+    print0(*describe_set(flags))
+    if folder.source:
+        source = NewParts(folder.source, layout)
+        if (new := source.new()) and config.lora_rank:
+            raise UserError(
+                f"--lora_rank={config.lora_rank} trains adapters alone, and {', '.join(new)} would be "
+                "new; leave it out, or restore a model with this head"
+            )
+        folder = dataclasses.replace(folder, source=source)
+        print0(*([f"New: {', '.join(new)}."] if new else []))
+
+    # ---- The loss: of classes, or of all pairs of a batch on all devices -------------------------
+    sequence = flops.decoder(layout.shape, text.seq_len)["causal"]
+    if task == "classify":
+        extra = confusion(len(config.labels), class_logits)
+    else:
+        loss = PairLoss(text.scale, text.pairs)
+        extra, sequence = loss.count_found, 2 * sequence
+        phases = Phases(loss.embed, loss.compare)
+        model = layout.model._replace(loss=loss, phases=phases)
+        layout = dataclasses.replace(layout, model=model)
+
+    # ---- Step, state and training ----------------------------------------------------------------
+    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
+    optimizer = make_optimizer(
+        training.optimizer, lr, training.weight_decay, training.clip_norm,
+        matrices=hidden_matrices(layout), decays=decaying(layout),
+    )  # fmt: skip
+    step = TrainStep(
+        layout, optimizer, lr,
+        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
+        offload=training.offload,
+    )  # fmt: skip
+    _, log, metrics = fit(run, folder, step, texts, tokenizer, extra=extra, example_flops=sequence)
+
+    # ---- What it has learned ---------------------------------------------------------------------
+    if task == "classify":
+        show(folder, metrics, config.labels, "texts")
+    else:
+        (nats, count), (right, _) = metrics["loss"], metrics["accuracy"]
+        print0(
+            f"Held-out loss {nats / count:.4f} nats a pair; {right:.0f} of {count:.0f} texts are nearest to "
+            f"their own partner among {min(run.batch_size, int(count))} ({right / count:.2%})."
+        )
+    finish(folder, layout, log)
 
 
 def count_right(model, batch: Tree) -> Tree:
@@ -43,13 +164,13 @@ def count_right(model, batch: Tree) -> Tree:
     return {"accuracy": (right, (wanted_BT >= 0).sum())}
 
 
-# The flags of the model: a Config's fields that are set most often. --set reaches the others.
-MODEL = language.model_flags(Config, DECODER, SIZES, Config.REMAT)
-NEW = (Run(steps=600, batch_size=16, learning_rate=4e-3), MaskedText(), MODEL, Training())
+def defaults(run: Run, text: EncoderText, *groups: Any) -> tuple:
+    """Flag defaults for this command line: those of the task, and of fine-tuning."""
+    task = task_of(text.task, run)
+    if task != "fill":
+        run = dataclasses.replace(run, workdir=run.workdir or f"runs/bert_{task}")
+    return language.fine_tuning("bert", NEW if task == "fill" else WHOLE, run, text, *groups)
 
-# The run, from the mesh to the evaluation: recipes/common/language/recipe.py.
-main = functools.partial(language.main, "bert", extra=count_right)
-defaults = functools.partial(language.fine_tuning, "bert", NEW)
 
 if __name__ == "__main__":
     start(main, *NEW, defaults=defaults)

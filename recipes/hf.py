@@ -30,6 +30,10 @@ from recipes.common.sharding.abstract import nested, paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.storage import folders
 
+# How names of transformers' classes end, by entry and by an encoder's task.
+FOR = {"vit": "ForImageClassification", "siglip": ""}
+FOR_TASK = {"fill": "ForMaskedLM", "classify": "ForSequenceClassification", "embed": ""}
+
 
 @dataclasses.dataclass(frozen=True)
 class Folders:
@@ -123,7 +127,9 @@ def export(flags: Export) -> None:
         else:
             context = checkpoint.context(source)
             hf.write(target, entry, layout.config, context, read, tokens, readme, architecture)
-            kind = {"vit": "ForImageClassification", "siglip": ""}.get(entry, "ForCausalLM")
+            kind = (
+                FOR_TASK[layout.config.task] if entry == "bert" else FOR.get(entry, "ForCausalLM")
+            )
             loads = f'transformers loads it:\n  AutoModel{kind}.from_pretrained("{name}")'
         if picture:
             (target / card.PICTURE).write_bytes(picture)

@@ -14,7 +14,7 @@ CHOICES = {  # field → its valid values
     "reduce_dtype": ("", "float32"),
     "attention": KERNELS,
     "context": ("auto", "all-to-all", "ring"),
-    "pipeline": ("1f1b", "gpipe"),
+    "pipeline": ("1f1b", "interleaved", "gpipe"),
 }
 # Fields by which activations are multiplied or divided: from 1e-6 to 1e6, which float32 can bear.
 FACTORS = ("embed_scale", "residual_scale", "attention_scale", "logits_divisor", "soft_cap")
@@ -83,6 +83,7 @@ class Compute(Architecture):
     attention: str = "auto"  # one of kernels.KERNELS; "auto": the best for the device
     context: str = "auto"  # how parts of T attend; "auto": all-to-all if there is a head for each
     pipeline: str = "1f1b"  # schedule of stages; "gpipe" keeps more activations and takes as long
+    pipe_rounds: int = 2  # v, how often a microbatch visits each stage, with pipeline="interleaved"
     pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: up to 4 per stage
     load_limit: float = 0.0  # most load of a device's dropless experts, 1 if even; 0: drop nothing
     loss_chunk: int = 256  # positions of a sequence with logits at once; see positions_at_once

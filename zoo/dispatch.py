@@ -60,7 +60,7 @@ class LocalExperts:
         return self.compute(ExpertMatmul(sizes_E), x, *self.weights)
 
 
-def gather_experts(weights, axes, split: dict[str, tuple[str, ...]]) -> list[jax.Array]:
+def gather_experts(weights, axes, split: dict[str, tuple[str, ...]]) -> tuple[jax.Array, ...]:
     """Gathers the D of experts' weights. Their gradients are scattered, then summed over other rows.
 
     Here and not before jax.shard_map, whose transpose sums whole gradients: TPUs make that an
@@ -77,7 +77,7 @@ def gather_experts(weights, axes, split: dict[str, tuple[str, ...]]) -> list[jax
             dim = names.index("expert_embed")
             weight = jax.lax.all_gather(weight, over, axis=dim, tiled=True)
         gathered.append(weight)
-    return gathered
+    return tuple(gathered)
 
 
 def by_capacity(experts: LocalExperts, slots: int, x_BTD, choice: Choice) -> jax.Array:

@@ -1,6 +1,7 @@
 """Results of a classifier: held-out accuracy, and the confusion matrix as a picture."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -11,18 +12,28 @@ from recipes.common.sharding import Tree
 from recipes.common.train.loop import best_effort
 
 
-def confusion(classes: int) -> Callable[..., Tree]:
-    """An extra sum for `fit`: counts images by true class (rows) and predicted class (columns)."""
+def logits_of_images(model: Any, batch: Tree) -> jax.Array:
+    return model(batch["image"])
+
+
+def confusion(
+    classes: int, logits: Callable[[Any, Tree], jax.Array] = logits_of_images
+) -> Callable[..., Tree]:
+    """An extra sum for `fit`: counts examples by true class (rows) and predicted class (columns).
+
+    Args:
+      logits: (model, batch) → [B, classes].
+    """
 
     def count(model, batch: Tree) -> Tree:
         true_BC = jax.nn.one_hot(batch["label"], classes)  # label -1: a row of zeros
-        guess_BC = jax.nn.one_hot(model(batch["image"]).argmax(axis=1), classes)
+        guess_BC = jax.nn.one_hot(logits(model, batch).argmax(axis=1), classes)
         return {"confusion": (true_BC[:, :, None] * guess_BC[:, None]).sum(axis=0)}
 
     return count
 
 
-def show(folder: RunFolder, metrics: Tree, names: Sequence[str] = ()) -> None:
+def show(folder: RunFolder, metrics: Tree, names: Sequence[str] = (), unit: str = "images") -> None:
     """Prints what the model has learned, and draws it.
 
     Args:
@@ -30,7 +41,7 @@ def show(folder: RunFolder, metrics: Tree, names: Sequence[str] = ()) -> None:
       names: names of the classes; empty: their numbers.
     """
     (nats, count), (right, _) = metrics["loss"], metrics["accuracy"]
-    print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images; "
+    print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} {unit}; "
            f"loss {nats / count:.4f} nats.")  # fmt: skip
     if folder.in_use:
         with best_effort(folder):

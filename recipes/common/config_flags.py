@@ -26,11 +26,11 @@ from zoo.quantization import FLOAT8_DEVICES, has_float8
 
 DECODER = (  # fields of every decoder that have a flag
     *("dtype", "matmul", "matmul_backward", "reduce_dtype", "remat"),
-    *("context", "pipeline", "pipe_microbatches"),
+    *("context", "pipeline", "pipe_rounds", "pipe_microbatches"),
     *("lora_rank", "lora_alpha", "lora_targets"),
 )
 EXPERTS = ("num_experts", "experts_per_token", "capacity", "balance_weight")
-ENCODER = tuple(x for x in DECODER if x not in ("context", "pipeline", "pipe_microbatches"))
+ENCODER = tuple(x for x in DECODER if x != "context" and not x.startswith("pipe"))
 
 # Flags with a default that isn't their field's → (default, what it stands for).
 DEFAULTS: dict[str, tuple[Any, str]] = {

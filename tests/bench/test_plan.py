@@ -100,6 +100,7 @@ class Renamed:
     context: str = "auto"
     loss_chunk: int = 256
     pipeline: str = "1f1b"
+    pipe_rounds: int = 2
     pipe_microbatches: int = 0
     experts_per_token: int = 2
     capacity: float = 1.25
@@ -186,13 +187,35 @@ def test_what_a_recurrence_keeps_by_hand():
     assert recurrence.weights == 64 * (channels + 2 * 16 * 12 + 2 * 16) + 3 * channels
 
 
-def test_a_pipeline_s_bubble_by_hand():
-    """Four stages idle for three of eight microbatches' time."""
-    config = dataclasses.replace(Config.tiny(), num_layers=4, pipe_microbatches=8)
+@pytest.mark.parametrize(("schedule", "idle"), [("1f1b", 3 / 8), ("interleaved", 3 / 16)])
+def test_a_pipeline_s_bubble_by_hand(schedule, idle):
+    """Four stages idle for three of eight microbatches' time, in two rounds for half of that."""
+    config = dataclasses.replace(
+        Config.tiny(), num_layers=8, pipe_microbatches=8, pipeline=schedule
+    )
     mesh = abstract_mesh({"data": 2, "pipe": 4}, parse_devices("h100:8"))
     layout = make_layout(Transformer, config, mesh, "pp", batch_size=16, seq_len=64)
     seconds = estimate(layout, parse_devices("h100:8")).seconds
-    assert seconds["bubble"] == pytest.approx(seconds["compute"] * 3 / 8)
+    assert seconds["bubble"] == pytest.approx(seconds["compute"] * idle)
+
+
+def test_a_plan_chooses_the_rounds_of_a_pipeline():
+    """Two slices far apart, a large model and few rows: stages, and the rounds that pay."""
+    config = dataclasses.replace(Config.tiny(), num_layers=16, embed=1024, mlp=4096)
+    devices = parse_devices("h100:8")
+    mesh = abstract_mesh({"data": 2, "pipe": 4}, devices)
+    layout = make_layout(Transformer, config, mesh, "fsdp_pp", batch_size=16, seq_len=4096)
+    job = Job(Transformer, config, 16, 4096)
+    options = [*searching._options(layout, devices, job)]
+    best = min((x for x in options if x.fits), key=searching._seconds)
+    assert best.layout.config.pipeline == "interleaved"
+    v = best.layout.config.pipe_rounds
+    assert answer.command("transformer", "tiny", best).endswith(
+        f" --pipeline=interleaved --pipe_rounds={v}"
+    )
+    assert f" fsdp_pp, {v} rounds " in answer.table([best])[-1]
+    one_round = min((x for x in options if answer.rounds_of(x) == 1), key=lambda x: x.step)
+    assert best.step < one_round.step / searching.TIE
 
 
 def test_zero1_gathers_updates_in_float32_by_hand():

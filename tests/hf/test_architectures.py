@@ -222,6 +222,8 @@ EXCEPTIONS = {
     "Qwen2MoeForCausalLM": {"intermediate_size"},  # of layers without experts, beside windows
     "Qwen3NextForCausalLM": {"intermediate_size"},  # likewise, and such layers are refused
     "ModernBertForMaskedLM": {"local_attention"},  # halved, without a remainder
+    "ModernBertModel": {"local_attention"},
+    "ModernBertForSequenceClassification": {"local_attention"},
 }
 
 

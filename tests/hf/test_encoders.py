@@ -1,6 +1,7 @@
 """Text encoders without a head or with a classifier, and folders of sentence-transformers."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
+import recipes.hf
 from data.tokenizer import BYTES
 from recipes.bert import NEW
 from recipes.common import checkpoint, hf
@@ -15,6 +17,11 @@ from recipes.common.language.recipe import model_config
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding import paths
+from tests.by_hand.encoder_parity import CASES, GOLDENS, MESHES, OUTPUTS, largest_error, ours
+from tests.by_hand.hf_parity import TOLERANCE, export
+from tests.conftest import full_except
+from tests.support.golden_folders import GOLDEN
+from tests.support.quick import quick as quick
 from zoo.bert import Bert, Config
 
 pytestmark = pytest.mark.promise("hugging-face")
@@ -31,6 +38,35 @@ def write(folder, architecture="", **options):
     arrays = {path: np.asarray(array) for path, array in arrays.items()}
     hf.write(folder, "bert", model.config, 40, arrays.get, architecture=architecture)
     return model, safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", full_except(GOLDENS, ("bert_mean", "modernbert_classes")))
+def test_representations_vectors_and_classes_match_transformers(name, strict, quick):
+    with np.load(GOLDEN / name / OUTPUTS) as file:
+        wanted = dict(file)
+    assert {*wanted} == {"hidden", "logits" if "classes" in name else "vector"}
+    assert all(np.abs(array).max() > 0.3 for array in wanted.values())
+    mesh = MESHES[GOLDENS.index(name) % 3]  # tests.by_hand.encoder_parity has all three
+    assert largest_error(ours(f"hf:{GOLDEN / name}", mesh), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_an_export_has_the_same_tensors_and_modules(name, tmp_path):
+    export(f"hf:{GOLDEN / name}", tmp_path / name)
+    theirs, back = (hf.Folder(folder / name) for folder in (GOLDEN, tmp_path))
+    assert back.config == theirs.config
+    keys = json.loads((tmp_path / name / "config.json").read_text())
+    assert keys["architectures"] == [CASES[name].name]
+    stored, written = (
+        safetensors.numpy.load_file(folder.path / "model.safetensors") for folder in (theirs, back)
+    )
+    unused = {x for x in stored if "pooler" in x and CASES[name].modules}
+    assert written.keys() == stored.keys() - unused
+    for tensor, array in written.items():
+        # Two rows in front of RoBERTa's positions are for padding; ours are zeros.
+        first = 2 if "oberta" in CASES[name].name and "position_embeddings" in tensor else 0
+        wanted = stored[tensor].astype(np.float32)[first:]
+        np.testing.assert_array_equal(array[first:], wanted, err_msg=tensor)
 
 
 def restored(folder, mesh="2x2"):
@@ -82,3 +118,26 @@ def test_other_modules_are_refused(tmp_path):
     file.write_text(file.read_text().replace("models.Pooling", "models.Dense"))
     with pytest.raises(UserError, match="has the modules Transformer, Dense, which"):
         hf.open_folder(tmp_path / "st")
+
+
+@pytest.mark.parametrize(
+    ("name", "loader"),
+    [
+        ("bert", "AutoModelForMaskedLM"),
+        ("xlmr_classes", "AutoModelForSequenceClassification"),
+        ("bert_mean", "AutoModel"),
+    ],
+)
+def test_an_export_says_which_class_loads_it(name, loader, tmp_path, capsys):
+    target = tmp_path / "exported"
+    recipes.hf.export(recipes.hf.Export(source=f"hf:{GOLDEN / name}", target=str(target)))
+    assert f'  {loader}.from_pretrained("{target}")' in capsys.readouterr().out
+
+
+def test_modules_beside_a_model_with_a_head_are_left_out_with_a_line(tmp_path, capsys):
+    for name in ("bert", "bert_classes", "modernbert", "bert_mean"):
+        folder = shutil.copytree(GOLDEN / name, tmp_path / name)
+        shutil.copy(GOLDEN / "bert_mean" / "modules.json", folder)
+        config = hf.Folder(folder).config
+        said = capsys.readouterr().out
+        assert ("Left out modules.json, which makes vectors" in said) == (config.task != "embed")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import types
 from collections import Counter
@@ -22,6 +23,7 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
+from recipes.instruments.plan.textbook import of_stages
 from recipes.instruments.prove.compare import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
@@ -100,6 +102,7 @@ def worst(found: dict, want: dict) -> float:
 
 
 GPIPE = {"pipeline": "gpipe"}
+INTERLEAVED = {"pipeline": "interleaved"}
 UNLIKE = {"layer_kinds": ((5, 1e4, None), (None, 1e4, None))}
 CASES = [
     ("transformer", "data=2,pipe=4", "fsdp_pp", {}),
@@ -110,10 +113,19 @@ CASES = [
     ("transformer", "data=2,pipe=4", "fsdp_pp", {"vocab_size": 389, "tie_embeddings": False}),
     ("transformer", "data=1,pipe=8", "pp", {}),
     ("transformer", "data=1,pipe=8", "pp", GPIPE | {"pipe_microbatches": 8}),
+    ("transformer", "data=2,pipe=4", "fsdp_pp", INTERLEAVED),
+    # Fewer microbatches than stages, layers of several kinds, replicated weights.
+    ("transformer", "data=2,pipe=2", "pp", INTERLEAVED | UNLIKE | {"pipe_microbatches": 1}),
     ("transformer", "data=2,pipe=2,model=2", "fsdp_pp_tp", {"sliding_window": 7}),
     ("transformer", "data=2,pipe=2,model=2", "fsdp_pp_tp", GPIPE | {"attention": "flash"}),
     ("moe", "data=2,pipe=2,expert=2", "fsdp_ep_pp", {"balance_rate": 0.01}),
     ("moe", "data=2,pipe=2,expert=2", "fsdp_ep_pp", GPIPE | {"capacity": None}),
+    (
+        "moe",
+        "data=2,pipe=2,expert=2",
+        "fsdp_ep_pp",
+        INTERLEAVED | {"pipe_rounds": 4, "balance_rate": 0.01},
+    ),
     ("moe", "data=1,pipe=2,expert=4", "fsdp_ep_pp", {"capacity": None}),
     ("moe", "data=2,pipe=4", "fsdp_pp", {"capacity": 0.5, "balance_rate": 0.01}),
     ("moe", "data=2,pipe=2,model=2", "fsdp_pp_tp", {}),
@@ -124,6 +136,7 @@ CASES = [
 def test_it_trains_like_one_device(entry, mesh, strategy, changes):
     config = deep(entry, **changes)
     alone = dataclasses.replace(config, pipe_microbatches=0, pipeline="1f1b", remat="full")
+    alone = dataclasses.replace(alone, pipe_rounds=2)
     means, want, buffers = trained(entry, alone, "1x1", "dp")
     figures, found, moved = trained(entry, config, mesh, strategy)
     for name, figure in figures.items():
@@ -131,6 +144,15 @@ def test_it_trains_like_one_device(entry, mesh, strategy, changes):
     assert worst(found, want) < GRADIENT_TOLERANCE
     for path, x in buffers.items():
         np.testing.assert_array_equal(moved[path], x, err_msg=path)
+
+
+@pytest.mark.full
+def test_rounds_change_no_bit():
+    """A weight's gradient is summed over the microbatches in the same order."""
+    config = deep("transformer")
+    want = trained("transformer", config, "data=2,pipe=4", "fsdp_pp")
+    found = trained("transformer", deep("transformer", **INTERLEAVED), "data=2,pipe=4", "fsdp_pp")
+    jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 @pytest.mark.full
@@ -143,14 +165,18 @@ def test_microbatches_of_the_pipeline_are_inside_an_accumulation_step():
 @pytest.mark.full
 @pytest.mark.promise("restore")
 def test_a_deep_model_starts_and_restores_alike(tmp_path):
-    """Eight stages of a layer, four of two, and no stages: layers are saved in their natural order."""
+    """Eight stages of a layer, four of two, also interleaved, and no stages: layers are saved in
+    their natural order.
+    """
 
-    def abstract(mesh: str, strategy: str):
-        layout = layout_of("transformer", deep("transformer"), mesh, strategy)
+    def abstract(mesh: str, strategy: str, **schedule):
+        layout = layout_of("transformer", deep("transformer", **schedule), mesh, strategy)
         return layout, abstract_state(layout, OPTIMIZER)
 
     cases = [("1x1", "dp"), ("data=1,pipe=8", "pp"), ("data=2,pipe=4", "fsdp_pp"), ("8", "fsdp")]
     targets = [abstract(*case) for case in cases]
+    _, interleaved = abstract(*cases[2], **INTERLEAVED)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a == b, interleaved, targets[2][1]))
     states = [initialize(layout, OPTIMIZER, 0, target) for layout, target in targets]
     for state in states[1:]:
         jax.tree.map(np.testing.assert_array_equal, state, states[0])
@@ -202,7 +228,7 @@ def test_evaluation_runs_in_stages_too():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
 def test_nothing_depends_on_the_bubble(schedule, monkeypatch):
     """Stages that wait compute with NaN here, and no figure or gradient has one."""
     config = deep("transformer", pipeline=schedule)
@@ -212,17 +238,58 @@ def test_nothing_depends_on_the_bubble(schedule, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
+# ---- the order of work ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+def test_every_input_arrives_in_time_and_nothing_is_overwritten(v):
+    """Both ways, by following each unit of work, and the residuals that the 1F1B schedules keep."""
+    for S, M in itertools.product((1, 2, 3, 4), (1, 2, 5, 6, 8)):
+        place = functools.partial(pipeline.place, stages=S, rounds=v)
+        each_way, late = pipeline.ticks(M, S, v), v * S - 1
+        forward, backward = {}, {}  # (microbatch, chunk) → its tick
+        for t, s in itertools.product(range(each_way), range(S)):
+            m, r = place(t - s)
+            if 0 <= m < M:
+                forward[m, r * S + s] = t
+            m, r = place(t - (S - 1 - s))
+            if 0 <= m < M:
+                backward[m, (v - 1 - r) * S + s] = late + t
+        wanted = {(m, k) for m in range(M) for k in range(v * S)}
+        assert wanted == forward.keys() == backward.keys()
+        assert max(forward.values()) == each_way - 1, "no tick is for nothing"
+        for m, k in wanted:
+            if k:  # what arrives is what was sent in the tick before
+                assert forward[m, k] == forward[m, k - 1] + 1
+                assert backward[m, k] == backward[m, k - 1] - 1
+        assert forward[0, v * S - 1] == backward[0, v * S - 1], "backward as soon as it can"
+        assert all(backward[x] - forward[x] < 2 * v * S - 1 for x in wanted), "slots"
+
+
+def test_chunks_move_by_permutations():
+    for S, v in itertools.product((2, 3, 4, 6, 8), (1, 2, 3, 4, 6)):
+        for moves in pipeline.routes(S, v):
+            assert sorted(device for device, *_ in moves) == [*range(S)]
+            assert sorted(stage for _, _, stage, _ in moves) == [*range(S)]
+        moved = {
+            device * v + position: round * S + stage
+            for moves in pipeline.routes(S, v)
+            for device, position, stage, round in moves
+        }
+        assert moved == {k: k for k in range(v * S)}
+
+
 # ---- mutations: what the tests above must notice -------------------------------------------------
 
 MUTATIONS = {
-    "a tick late": ("m = t - self.index\n", "m = t - self.index + 1\n"),
+    "a tick late": ("unit = t - self.index\n", "unit = t - self.index + 1\n"),
     "segments of the first microbatch": (
         "positions_of(self.rows(m))",
         "positions_of(self.rows(0))",
     ),
     "a stage's gradient counted on all": ("difference(*inside)", "union()"),
     "the last stage's loss on all": ("self.index * size, size", "0 * size, size"),
-    "what another microbatch kept": ("saved[m % self.slots]", "saved[(m + 1) % self.slots]"),
+    "what another microbatch kept": ("saved[unit % self.slots]", "saved[(unit + 1) % self.slots]"),
 }
 
 
@@ -244,18 +311,26 @@ def test_a_mistake_shows(name, monkeypatch):
 # ---- what a step sends and keeps -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", full_except(["1f1b", "gpipe"], fast=["1f1b"]))
+@pytest.mark.parametrize("schedule", full_except(["1f1b", "interleaved", "gpipe"], fast=["1f1b"]))
 def test_activations_travel_and_gradients_are_reduced_once(schedule):
     M, S, D, width = 8, 4, 2, 64
+    v = 2 if schedule == "interleaved" else 1
     rows, config = B // D // M, deep("transformer", pipeline=schedule)
+    layout = layout_of("transformer", config, "data=2,pipe=4", "fsdp_pp")
     sent, text = Counter(), compiled("transformer", config, "data=2,pipe=4", "fsdp_pp").as_text()
     for found in collectives(text):
         sent[found.kind, found.bytes] += found.times
     activation = 4 * rows * T * width
-    assert sent["collective-permute", activation] == 2 * (M + S - 1)
-    assert [k for k in sent if k[0] == "collective-permute"] == [("collective-permute", activation)]
+    assert sent["collective-permute", activation] == 2 * (v * M + S - 1)
+    # Interleaved, also halves of each stage's layers and of their gradients.
+    permuted = {size: times for (kind, size), times in sent.items() if kind == "collective-permute"}
+    assert (len(permuted) == 1) == (v == 1)
+    textbook = {x.kind: x.bytes for x in of_stages(dataclasses.replace(layout, seq_len=T))}
+    found = sum(size * times for size, times in permuted.items())
+    assert textbook["collective-permute"] == found
     # The outputs are cut for the loss, its gradients put together: 20 of 18 positions in 4 parts.
-    assert sent["all-gather", 4 * rows * 20 * width] == M
+    # A tick that does it is one of v; collectives in a conditional count in all.
+    assert sent["all-gather", 4 * rows * 20 * width] == v * (M - S) + S
     # Every weight is gathered once and its gradient reduced once, outside of the ticks.
     whole = L // S * 64 * 128 * 4
     assert sent["all-gather", whole] == 5, "q, o, gate, up and down"
@@ -304,6 +379,9 @@ def test_the_report_says_the_bubble():
     layout = layout_of("transformer", deep("transformer"), "data=2,pipe=4", "")
     assert layout.strategy == "fsdp_pp"
     assert stages(layout, 1) == ["pipeline: 1f1b, 4 stages, 8 microbatches, bubble 27.3%"]
+    layout = layout_of("transformer", deep("transformer", **INTERLEAVED), "data=2,pipe=4", "")
+    said = "pipeline: interleaved in 2 rounds, 4 stages, 8 microbatches, bubble 15.8%"
+    assert stages(layout, 1) == [said]
     assert stages(layout_of("transformer", deep("transformer"), "8", ""), 1) == []
 
 
@@ -316,6 +394,32 @@ def test_a_stage_boundary_that_cuts_a_period():
         "--mesh=data=2,pipe=4 gives each of 4 stages 2 layers, and a stage boundary would cut their "
         "period of 4; use pipe=2"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            INTERLEAVED | {"pipe_rounds": 4, "num_layers": 24},
+            "--pipe_rounds=4 does not divide the 6 layers of each of 4 stages; use --pipe_rounds=3",
+        ),
+        (
+            INTERLEAVED | UNLIKE,
+            "--pipe_rounds=2 does not divide the 2 layers of each of 4 stages into periods of 2; "
+            "use --pipeline=1f1b",
+        ),
+        (
+            {"pipe_rounds": 4},
+            "--pipe_rounds=4 is for --pipeline=interleaved, and not for 1f1b; leave it out, or use "
+            "--pipeline=interleaved",
+        ),
+    ],
+)
+def test_rounds_that_do_not_fit(changes, message):
+    layout = layout_of("transformer", deep("transformer", **changes), "data=2,pipe=4", "pp")
+    with pytest.raises(UserError) as caught:
+        check_stages(layout, accumulate=1)
+    assert str(caught.value) == message
 
 
 def test_logits_in_stages():

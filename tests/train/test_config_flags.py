@@ -27,6 +27,7 @@ ATTENTION = {
     **{"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": "all", "base": "", "set": ()},
 }
 DECODER = ATTENTION | {"size": "", "context": "auto", "pipeline": "1f1b", "pipe_microbatches": 0}
+DECODER |= {"pipe_rounds": 2}
 EXPERTS = {
     **{"num_experts": 0, "experts_per_token": 0, "capacity": "", "balance_weight": -1.0},
     **{"balance_rate": -1.0, "mtp_depth": -1, "mtp_weight": -1.0},

@@ -50,6 +50,7 @@ OPTIONS = [
     ("transformer", "", "lora_rank=4"),
     ("transformer", "", "remat=none"),
     ("transformer", "fsdp_pp", "pipeline=gpipe"),
+    ("transformer", "fsdp_pp", "pipeline=interleaved,num_layers=4"),
     ("moe", "", "matmul=fp8,matmul_backward=bfloat16"),
     ("moe", "", "capacity=1.5"),
     ("moe", "fsdp_ep", "capacity=none"),  # rows travel, in turns

@@ -225,7 +225,7 @@ def bert(architecture: str, kind: str, task: str = "fill") -> Family:
         lost=functools.partial(lost, config_from, config_json),
         fixed={"modern": False, "layer_kinds": Config.layer_kinds, "task": task},
         checked=(*UNUSED, *CHECKED),
-        select=select,
+        select=functools.partial(select, architecture),
         other_files=other_files,
         # Heads that pretraining leaves in a file, and numbers of positions.
         computed=(
@@ -247,12 +247,20 @@ def of_task(task: str, file: ConfigFile, own_pooling: str) -> dict[str, Any]:
     return {"task": task, "pooling": own_pooling} | labels | pooling
 
 
-def select(stored: dict[str, Stored], config: Config) -> Selection:
-    """A model without a head may be stored without a pooler."""
+def select(architecture: str, stored: dict[str, Stored], config: Config) -> Selection:
+    """A model without a head may be stored without a pooler; one with a head has no use for modules
+    of sentence-transformers.
+    """
     has_pooler = any(name.endswith("pooler.dense.weight") for name in stored)
     if config.task == "embed" and config.pooling == "pooler" and not has_pooler:
         config = dataclasses.replace(config, pooling="cls")
-    return Selection(stored, config)
+    left_out = ""
+    if config.task != "embed" and sentence_transformers.beside(stored):
+        left_out = (
+            f"Left out {sentence_transformers.MODULES}, which makes vectors of texts: config.json has "
+            f"the architecture {architecture}. Name the one without a head there to keep it."
+        )
+    return Selection(stored, config, left_out)
 
 
 def other_files(config: Config) -> dict[str, Any]:
@@ -292,6 +300,7 @@ def modern(architecture: str, task: str = "fill") -> Family:
         checked=(*MODERN_UNUSED, *CHECKED),
         tied=tied if task == "fill" else {},
         canonical=functools.partial(canonical, PREFIX["modernbert"] if task == "embed" else ""),
+        select=functools.partial(select, architecture),
         other_files=other_files,
     )
 

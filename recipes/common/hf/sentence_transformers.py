@@ -53,6 +53,11 @@ def read(config: pathlib.Path) -> dict[str, Any]:
     return {"pooling": modes[0], "normalize": names[-1] == "Normalize"}
 
 
+def beside(stored: dict[str, tensors.Stored]) -> bool:
+    """Whether there is a modules.json beside the files of some tensors."""
+    return any(tensor.file.with_name(MODULES).exists() for tensor in stored.values())
+
+
 def files(config) -> dict[str, Any]:
     """Name → JSON of the files that state a Config's pooling; {} for BERT's own pooler."""
     if config.pooling not in MODES:

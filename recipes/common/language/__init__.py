@@ -3,6 +3,7 @@
 from recipes.common.config_flags import DECODER, EXPERTS, model_flags
 from recipes.common.language.flags import Text, Training
 from recipes.common.language.recipe import (
+    check_heads,
     check_stages,
     fine_tuning,
     for_another_loss,

@@ -20,7 +20,7 @@ from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.pipeline import microbatches
+from zoo.pipeline import microbatches, rounds, ticks
 
 
 def main(
@@ -110,7 +110,12 @@ def main(
 
 
 def model_config(
-    entry: str, flags: Any, start: Source | None, tokenizer: Tokenizer, device: Any
+    entry: str,
+    flags: Any,
+    start: Source | None,
+    tokenizer: Tokenizer,
+    device: Any,
+    change: Callable[[Any], Any] | None = None,
 ) -> Any:
     """The entry's Config: the architecture, and how to compute it.
 
@@ -118,20 +123,22 @@ def model_config(
       start: the checkpoint that the run begins from, if any. It decides the architecture unless --size
         is given.
       device: one of the mesh's.
+      change: makes of the size's or the checkpoint's Config one of another task.
 
     Raises UserError if the flags don't fit together.
     """
     if start and not flags.size:
         config = checkpoint.config_of(start)
-        if entry == "bert" and config.task != "fill":
+        if entry == "bert" and config.task != "fill" and not change:
             raise UserError(
-                f"{start.path} has no head that fills masks in, which the recipe trains; use a "
+                f"{start.path} has no head that fills masks in, which --task=fill trains; use a "
                 "…ForMaskedLM, or --size for a new model"
             )
     else:
         config = entries.sizes(entry)[flags.size or "small"]()
         if tokenizer.files:  # bytes use the size's own vocabulary
             config = dataclasses.replace(config, vocab_size=tokenizer.size)
+    config = change(config) if change else config
     config = configure(config, flags, device)
     check_vocabulary(config.vocab_size, tokenizer.size)
     return config
@@ -161,6 +168,12 @@ def check_stages(layout: Layout, accumulate: int) -> None:
     """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
     config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)
     wanted, period = config.pipe_microbatches, layout.shape.period
+    v, own_layers = rounds(config), layout.shape.stacked_layers // parts
+    if config.pipe_rounds not in (v, type(config).pipe_rounds):
+        raise UserError(
+            f"--pipe_rounds={config.pipe_rounds} is for --pipeline=interleaved, and not for "
+            f"{config.pipeline}; leave it out, or use --pipeline=interleaved"
+        )
     if parts == 1:
         if wanted:
             raise UserError(
@@ -180,6 +193,14 @@ def check_stages(layout: Layout, accumulate: int) -> None:
             f"--mesh={mesh} gives each of {parts} stages {each} layers, and a stage boundary would "
             f"cut their period of {period}; use pipe={fits[-1]}"
         )
+    periods = own_layers // period
+    if periods % v:
+        fits = max(n for n in range(1, v) if periods % n == 0)
+        use = f"--pipe_rounds={fits}" if fits > 1 else "--pipeline=1f1b"
+        raise UserError(
+            f"--pipe_rounds={v} does not divide the {own_layers} layers of each of {parts} "
+            f"stages{f' into periods of {period}' if period > 1 else ''}; use {use}"
+        )
     rows = rows_of_a_device(layout, accumulate)
     if wanted and rows % wanted:
         raise UserError(
@@ -196,10 +217,10 @@ def stages(layout: Layout, accumulate: int) -> list[str]:
     if (S := layout.stages) == 1:
         return []
     M = microbatches(layout.config, rows_of_a_device(layout, accumulate), S)
-    bubble = (S - 1) / (M + S - 1)
-    return [
-        f"pipeline: {layout.config.pipeline}, {S} stages, {M} microbatches, bubble {bubble:.1%}"
-    ]
+    v = rounds(layout.config)
+    schedule = layout.config.pipeline + (f" in {v} rounds" if v > 1 else "")
+    bubble = 1 - v * M / ticks(M, S, v)
+    return [f"pipeline: {schedule}, {S} stages, {M} microbatches, bubble {bubble:.1%}"]
 
 
 def use_of_experts(metrics: Tree) -> str:

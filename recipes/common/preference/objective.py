@@ -57,8 +57,8 @@ class Objective:
           label: for kto, 1 for a good answer and 0 for a bad one, [B]; "rejected" is another answer.
           frozen: the reference's variables; None: the model's own, without its adapter.
         """
-        tokens_RT = _side_by_side(tokens, rejected_tokens)
-        targets_RT = _side_by_side(targets, rejected_targets)
+        tokens_RT = side_by_side(tokens, rejected_tokens)
+        targets_RT = side_by_side(targets, rejected_targets)
         policy = self.answers(model, tokens_RT, targets_RT)
         stored = reference = None
         if reference_chosen is not None and reference_rejected is not None:
@@ -108,7 +108,7 @@ class Objective:
     def reference_pair(self, variables: Tree, batch: Tree) -> jax.Array:
         """The reference's log-probabilities of a batch's answers, [B, 2]."""
         rows = [
-            _side_by_side(batch[name], batch[f"rejected_{name}"]) for name in ("tokens", "targets")
+            side_by_side(batch[name], batch[f"rejected_{name}"]) for name in ("tokens", "targets")
         ]
         return jnp.stack(self.reference_answers(variables, *rows).pair, axis=1)
 
@@ -122,7 +122,7 @@ class Objective:
         return Answers(each_RT, Pair(pairs_B2[:, 0], pairs_B2[:, 1]), metrics)
 
 
-def _side_by_side(chosen_BT: jax.Array, rejected_BT: jax.Array) -> jax.Array:
+def side_by_side(chosen_BT: jax.Array, rejected_BT: jax.Array) -> jax.Array:
     """[B, T] of either side → [2B, T], the answers of a pair in neighbouring rows, on one device."""
     B, T = chosen_BT.shape
     pairs_B2T = jnp.stack([constrain(x, "batch", "seq") for x in (chosen_BT, rejected_BT)], axis=1)

@@ -19,11 +19,26 @@ def own_loss(model: Any, **batch) -> tuple:
     return model.loss(**batch)
 
 
+def own_embed_pairs(model: Any, **batch) -> tuple:
+    return model.embed_pairs(**batch)
+
+
+def own_compare(model: Any, *embedded) -> tuple:
+    return model.compare(*embedded)
+
+
 class Variable(NamedTuple):
     """A variable without its array."""
 
     array: jax.ShapeDtypeStruct
     axes: tuple[str, ...]  # logical axes, one for each dim
+
+
+class Phases(NamedTuple):
+    """The two phases of a loss over all pairs of a batch, see zoo/siglip.py. Both get the model first."""
+
+    embed: Callable[..., tuple]  # (**batch) → (embeddings of both sides, which rows count)
+    compare: Callable[..., tuple]  # (*embedded) → as the loss
 
 
 class AbstractModel(NamedTuple):
@@ -42,7 +57,7 @@ class AbstractModel(NamedTuple):
     names: AxisNames  # what rules may do with these names
     recurrences: dict[str, Any]  # path of a module → what its recurrence computes and keeps
     positions: int = 1  # of an example, of a user's model without tokens
-    compares_pairs: bool = False  # whether its loss has two phases, see zoo/siglip.py
+    phases: Phases | None = None  # of a loss over all pairs
     loss: Callable[..., tuple] = own_loss  # (model, **batch) → (sum, count, {name: (sum, count)})
 
     def merge(self, variables: Tree) -> Any:
@@ -85,9 +100,8 @@ def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
         axes_of = paths(axes[kind])
         variables[kind] = {path: Variable(x, axes_of[path]) for path, x in paths(tree).items()}
     has_phases = {"embed_pairs", "compare"} <= {*dir(type(model))}
-    return AbstractModel(
-        graph, states, shapes, axes, variables, names, recurrences, compares_pairs=has_phases
-    )
+    phases = Phases(own_embed_pairs, own_compare) if has_phases else None
+    return AbstractModel(graph, states, shapes, axes, variables, names, recurrences, phases=phases)
 
 
 def variables_of(model: nnx.Module) -> Tree:

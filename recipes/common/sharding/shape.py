@@ -123,6 +123,11 @@ class Shape:
     adapters: bool = False  # whether all other weights are frozen
 
     @property
+    def stacked_layers(self) -> int:
+        """Layers that a pipeline divides; dense ones before those with experts are a stack apart."""
+        return sum(layer.count for layer in self.layers if layer.experts) or self.num_layers
+
+    @property
     def num_layers(self) -> int:
         """Layers without the MTP head's."""
         return sum(layer.count for layer in self.layers)

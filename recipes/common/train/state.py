@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from recipes.common.sharding import Layout, Tree, paths, shardings
-from recipes.common.sharding.abstract import variables_of
+from recipes.common.sharding.abstract import unadapted, variables_of
 from recipes.common.sharding.compiler_options import compiler_options
 from recipes.common.sharding.host_memory import on_host
 
@@ -85,6 +85,16 @@ def new_params(layout: Layout) -> Tree:
         layout, lambda: variables_of(layout.build())["params"], layout.variables()["params"]
     )
     return make()
+
+
+def new_values(layout: Layout, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """New values of some parameters, by path. Each device makes its own shards."""
+
+    def make() -> dict[str, jax.Array]:
+        params = paths(unadapted(variables_of(layout.build()))["params"])
+        return {path: params[path] for path in wanted}
+
+    return _program(layout, make, wanted)()
 
 
 def _program(layout: Layout, make: Callable[[], Tree], abstract: Tree) -> jax.stages.Compiled:

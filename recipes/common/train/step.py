@@ -9,6 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from recipes.common.sharding import Layout, Tree, shardings
+from recipes.common.sharding.abstract import Phases
 from recipes.common.train.offload import Gradients, apply_offloaded
 from recipes.common.train.optimizer import LearningRate
 from recipes.common.train.state import abstract_state
@@ -101,9 +102,9 @@ def gradient_sums(
     base = {k: state[k] for k in state.keys() & {"base"}}
     frozen = {k: state[k] for k in state.keys() & {"frozen"}}
     buffers = {k: state[k] for k in state.keys() & {"buffers"}}
-    if microbatches > 1 and model.compares_pairs:
+    if microbatches > 1 and model.phases:
         merge_trained = functools.partial(merge, buffers=buffers)
-        count, aux, grads = _of_all_pairs(merge_trained, trained, batch, microbatches)
+        count, aux, grads = _of_all_pairs(model.phases, merge_trained, trained, batch, microbatches)
     elif microbatches == 1:
         (_, (count, aux, buffers)), grads = value_and_grad(trained, buffers, batch)
     else:
@@ -124,7 +125,7 @@ def gradient_sums(
     return grads, count, buffers, means
 
 
-def _of_all_pairs(merge, trained: Tree, batch: Tree, microbatches: int):
+def _of_all_pairs(phases: Phases, merge, trained: Tree, batch: Tree, microbatches: int):
     """(count, aux, gradients) of a loss over all pairs of a batch, embedded in microbatches.
 
     Two passes (Gao et al. 2021, GradCache): the first embeds all microbatches and keeps their
@@ -133,10 +134,10 @@ def _of_all_pairs(merge, trained: Tree, batch: Tree, microbatches: int):
     parts = jax.tree.map(lambda x: _interleaved(x, microbatches), batch)
 
     def embed(trained, part):
-        return merge(trained).embed_pairs(**part)
+        return phases.embed(merge(trained), **part)
 
     def compare(trained, embedded):
-        total, count, aux = merge(trained).compare(*embedded)
+        total, count, aux = phases.compare(merge(trained), *embedded)
         return total, (count, aux)
 
     _, embedded = jax.lax.scan(lambda _, part: (None, embed(trained, part)), None, parts)

@@ -11,6 +11,7 @@ from recipes.instruments.plan.calibration import FACTORS
 from recipes.instruments.plan.estimate import Estimate, estimate, with_second
 from recipes.instruments.plan.hardware import HARDWARE, Devices
 from recipes.instruments.plan.search import RULES_OUT, TIE, Plan, usable
+from zoo.pipeline import rounds
 
 HEAD = ("mesh", "rules", "remat", "matmul", "accumulate", "memory", "host", "inside", "between",
         "bound by", "step", "per second", "MFU")  # fmt: skip
@@ -62,14 +63,21 @@ def _step(x: Estimate) -> tuple:
     return used, x.layout.config, x.accumulate, x.memory, x.host, x.links, x.network, x.seconds
 
 
+def rounds_of(candidate: Estimate) -> int:
+    """How often a microbatch visits each stage; 1 without stages."""
+    return rounds(candidate.layout.config) if candidate.layout.stages > 1 else 1
+
+
 def cells(candidate: Estimate) -> list[str]:
     """The columns of HEAD."""
     there = usable(candidate.devices)
     over = "" if candidate.fits else f" (+{size(candidate.peak - there)})"
     shape = candidate.layout.shape
+    v = rounds_of(candidate)
+    schedule = f", {v} rounds" if v > 1 else ""
     bound = "activations" if candidate.bound == "waiting" else candidate.bound
     return [
-        mesh_of(candidate), candidate.layout.strategy, shape.remat or "-", shape.matmul or "-",
+        mesh_of(candidate), candidate.layout.strategy + schedule, shape.remat or "-", shape.matmul or "-",
         str(candidate.accumulate),
         size(candidate.peak) + over, size(sum(candidate.host.values())), size(candidate.links),
         size(candidate.network),
@@ -217,6 +225,8 @@ def command(entry: str, size: str, best: Estimate) -> str:
     flags |= {"accumulate": best.accumulate} if best.accumulate > 1 else {}
     flags |= {"offload": best.offload} if best.offload else {}
     flags |= {"optimizer": best.optimizer} if best.optimizer != "adamw" else {}
+    if (v := rounds_of(best)) > 1:
+        flags |= {"pipeline": "interleaved", "pipe_rounds": v}
     return f"python -m recipes.{entry} " + " ".join(f"--{k}={v}" for k, v in flags.items())
 
 
@@ -282,6 +292,7 @@ def to_json(x: Estimate) -> dict[str, Any]:
         "rules": x.layout.strategy,
         "remat": x.layout.shape.remat,
         "matmul": x.layout.shape.matmul,
+        "pipe_rounds": rounds_of(x),
         "accumulate": x.accumulate,
         "fits": x.fits,
         "memory": x.memory,

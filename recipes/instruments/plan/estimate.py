@@ -7,7 +7,7 @@ take the links' full rate. These assumptions are the same for every candidate:
 - Transfers of weights and gradients overlap with compute, except the first layer's gather and the
   last layer's gradients. Those of activations, of attention and of experts do not overlap.
 - Links inside slices or nodes and the network between them work at the same time.
-- A pipeline's bubble adds (S - 1) / M of its work. Nothing overlaps with the optimizer's update.
+- A pipeline's bubble adds (S - 1) / (v M) of its work, in v rounds. Nothing overlaps with the optimizer's update.
 - With --matmul, layers' matmuls run at the peak of int8 or float8. Rounding takes no time.
 - Layers' inputs go to the host's memory and back while layers compute. Moments go both ways at once.
 - Layers read their weights once per pass and microbatch, and write and read each activation once.
@@ -43,7 +43,7 @@ from recipes.instruments.plan.textbook import (
     transfers,
 )
 from zoo.kernels import block_of
-from zoo.pipeline import microbatches
+from zoo.pipeline import microbatches, rounds, ticks
 from zoo.sharding import device
 from zoo.splash import visited_blocks
 from zoo.strategies import RESIDUAL_SEQ
@@ -150,7 +150,8 @@ def estimate(
         rows = layout.batch_size // accumulate // layout.batch_shards
         count = microbatches(layout.config, rows, layout.stages)
         waves *= count
-        idle = (layout.stages - 1) / count
+        v = rounds(layout.config)
+        idle = ticks(count, layout.stages, v) / (v * count) - 1
         seconds["bubble"] = seconds["compute"] * idle
     read = sizes.layer * shape.num_layers / layout.stages * passes * waves
     seconds["memory"] = read / hardware.bandwidth + activations

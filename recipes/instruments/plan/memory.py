@@ -17,7 +17,7 @@ from recipes.common.sharding.shape import (
 )
 from zoo.context import choose_exchange
 from zoo.dispatch import ROOM, exchanges
-from zoo.pipeline import microbatches
+from zoo.pipeline import microbatches, rounds, ticks
 from zoo.sharding import optimizer_axes
 from zoo.splash import count_partial_gradients
 from zoo.strategies import EXPERT, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
@@ -58,8 +58,7 @@ def weights(layout: Layout) -> Weights:
     """Sums over the abstract parameters; nothing is traced."""
     rest = layout.rules_at_rest
     width, sizes = compute_bytes(layout), layout.mesh.shape
-    with_experts = sum(layer.count for layer in layout.shape.layers if layer.experts)
-    stacked_layers = with_experts or layout.shape.num_layers  # dense ones have a stack of their own
+    stacked_layers = layout.shape.stacked_layers
     params = state = hidden = stacked = layer = ends = frozen = 0.0
     for kind, variables in layout.model.variables.items():
         for leaf, axes in variables.values():
@@ -132,7 +131,8 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
 
     In stages, a device has its layers' weights whole in the compute dtype and their gradients whole
     in float32 for the whole step, besides those of one microbatch, and keeps what 2S - 1
-    microbatches save (all M with GPipe). First layers without experts, which all belong to the first
+    microbatches save (all M with GPipe). In v rounds, it keeps what 2vS - 1 chunks save, a copy of a
+    chunk's weights and its gradients of one microbatch. First layers without experts, which all belong to the first
     stage, count as if they were divided too.
     """
     shape, config, stages = layout.shape, layout.config, layout.stages
@@ -158,9 +158,13 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     in_layers = sizes.stacked + table, cast + gathered * sizes.layer + recomputed + scores
     if stages > 1:
         stage = shape.num_layers / stages * sizes.layer
-        saved *= min(2 * stages - 1, count + 1) if config.pipeline == "1f1b" else count + 1
-        in_loss = (stage + sizes.ends) * 4 / width, 2 * stage + sizes.ends + table + logits
-        in_layers = in_loss[0], 2 * stage + sizes.ends + recomputed + scores
+        v = rounds(config)
+        units = ticks(count, stages, v) - stages + 1
+        slots = units + 1 if config.pipeline == "gpipe" else min(2 * v * stages - 1, units + 1)
+        saved *= slots / v
+        weights_used = 2 * stage if v == 1 else stage + 2 * stage / v
+        in_loss = (stage + sizes.ends) * 4 / width, weights_used + sizes.ends + table + logits
+        in_layers = in_loss[0], weights_used + sizes.ends + recomputed + scores
     gradients, live = max(in_loss, in_layers, key=sum)
     if accumulate > 1:
         gradients += sizes.state

@@ -75,6 +75,7 @@ class _Plain:
     attention: str = "auto"
     context: str = "auto"
     pipeline: str = "1f1b"
+    pipe_rounds: int = 2
     pipe_microbatches: int = 0
     dtype: str = "float32"
 

@@ -17,6 +17,7 @@ from recipes.common.sharding.rules import Rules, used_axes
 from recipes.common.sharding.shape import shape_of
 from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import USABLE, Devices
+from zoo.pipeline import rounds
 from zoo.strategies import RESIDUAL_SEQ, SEQ
 
 TIE = 1.03  # a step that takes up to 3% longer is as good
@@ -83,10 +84,15 @@ def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) ->
             options = [*_options(layout, devices, job)]
             tried += len(options)
             fitting = [option for option in options if option.fits]
-            key = (lambda x: x.step) if fitting else (lambda x: x.peak)
+            key = _seconds if fitting else (lambda x: x.peak)
             candidates.append(min(fitting or options, key=key))
     ranked, tied = _rank(candidates, [*job.strategies])
     return Plan(job, devices, ranked, tied, left_out, tried)
+
+
+def _seconds(option: Estimate) -> float:
+    """Of a step; more rounds must save enough to be worth it."""
+    return option.step * (TIE if rounds(option.layout.config) > 1 else 1)
 
 
 def trace(job: Job) -> AbstractModel:
@@ -155,11 +161,14 @@ def _layout(
 
 
 def _options(layout: Layout, devices: Devices, job: Job) -> Iterator[Estimate]:
-    """Each remat policy with the least accumulation that fits, or else with the most possible."""
+    """Each remat policy and schedule of stages with the least accumulation that fits, or else with
+    the most possible.
+    """
     rows = layout.batch_size // layout.batch_shards
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
     remats = [remat for remat in layout.shape.remats if worthwhile(layout, remat)]
-    for changed in [_with_remat(layout, remat) for remat in remats] or [layout]:
+    of_remats = [_with(layout, remat=remat) for remat in remats] or [layout]
+    for changed in (_with(x, **schedule) for x in of_remats for schedule in _schedules(layout)):
         for count in counts:
             option = estimate(changed, devices, count, job.offload, job.optimizer)
             if option.fits or count == counts[-1]:
@@ -167,8 +176,19 @@ def _options(layout: Layout, devices: Devices, job: Job) -> Iterator[Estimate]:
                 break
 
 
-def _with_remat(layout: Layout, remat: str) -> Layout:
-    return dataclasses.replace(layout, config=dataclasses.replace(layout.config, remat=remat))
+def _schedules(layout: Layout) -> Iterator[dict[str, Any]]:
+    """Changes of the config: the schedule that it has, and interleaved stages of 2 or 4 rounds."""
+    yield {}
+    if layout.stages > 1:
+        periods = layout.shape.stacked_layers // layout.stages // layout.shape.period
+        for v in (v for v in (2, 4) if periods % v == 0):
+            yield {"pipeline": "interleaved", "pipe_rounds": v}
+
+
+def _with(layout: Layout, **changes: Any) -> Layout:
+    if not changes:
+        return layout
+    return dataclasses.replace(layout, config=dataclasses.replace(layout.config, **changes))
 
 
 def worthwhile(layout: Layout, remat: str) -> bool:

@@ -21,7 +21,7 @@ from recipes.instruments.plan.memory import compute_bytes
 from zoo.context import choose_exchange
 from zoo.decoder import HEAD_PATH
 from zoo.dispatch import exchanges
-from zoo.pipeline import microbatches
+from zoo.pipeline import microbatches, rounds, routes, ticks
 from zoo.sharding import device, optimizer_axes, shards
 from zoo.strategies import EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 
@@ -344,10 +344,35 @@ def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
     if stages == 1:
         return
     parts, axes = _microbatches(layout, accumulate), frozenset(_split_by(layout, [LAYERS]))
+    v = rounds(layout.config)
     each = device_tokens(layout) / parts * layout.shape.embed * compute_bytes(layout)
-    yield Transfer("stages", "collective-permute", axes, 2 * (parts + stages - 1) * each)
+    sent = 2 * ticks(parts, stages, v) * each + _of_chunks(layout, v) * accumulate
+    yield Transfer("stages", "collective-permute", axes, sent)
     for kind in ("reduce-scatter", "all-gather"):
         yield Transfer("stages", kind, axes, parts * ring(stages) * each)
+
+
+def _of_chunks(layout: Layout, v: int) -> float:
+    """Bytes of layers that move between their devices at rest and their stages in v rounds.
+
+    Weights move as they lie at rest, in the compute dtype, and gradients as the optimizer's state,
+    in float32.
+    """
+    moves = sum(any(x[0] != x[2] for x in moves) for moves in routes(layout.stages, v))
+    if v == 1 or not moves:
+        return 0.0
+    sent = 0.0
+    for kind, variables in layout.model.variables.items():
+        for array, axes in variables.values():
+            if LAYERS not in axes:
+                continue
+            cast = layout.names.in_use.keys() & {*axes}
+            width = compute_bytes(layout) if cast else array.dtype.itemsize
+            sent += width * array.size / _devices(layout, _split_by(layout, axes))
+            if kind == "params":
+                split = _split_by(layout, optimizer_axes(axes, layout.rules))
+                sent += 4 * array.size / _devices(layout, split)
+    return sent * moves / v
 
 
 def _microbatches(layout: Layout, accumulate: int) -> int:

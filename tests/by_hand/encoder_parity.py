@@ -1,0 +1,219 @@
+"""Compares text encoders with `transformers` and `sentence-transformers`, live. Needs both, and torch.
+
+    python -m tests.by_hand.encoder_parity                      # the comparison
+    python -m tests.by_hand.encoder_parity --update-golden      # and tests/golden/hf anew
+
+For each case: a small random model of theirs, read by us, gives their representations, vectors of texts and
+logits of classes on one device and on two meshes that their sizes are not divisible by; what we write is
+bit-equal to what we read, and gives theirs in `transformers` again. Masks to fill in: hf_parity.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import numpy as np
+
+import tests.conftest  # noqa: F401, simulates the devices
+from recipes.common import checkpoint
+from recipes.common.mesh import make_mesh
+from tests.by_hand.hf_parity import ENCODER as BERT
+from tests.by_hand.hf_parity import MODERN, ROBERTA, TOLERANCE, export, params_of
+from tests.support.golden_folders import GOLDEN
+
+MESHES = ("1x1", "4x2", "2x2x2")
+MEAN = {"classifier_pooling": "mean"}
+OUTPUTS = "outputs.npz"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A small model of theirs."""
+
+    name: str  # of the class in transformers
+    options: dict  # of its config
+    modules: tuple[str, ...] = ()  # of sentence-transformers: the pooling, and `normalize`
+    golden: bool = True
+
+
+CLASSES = {"num_labels": 3}
+CASES = {
+    "bert_pooler": Case("BertModel", BERT, golden=False),
+    "bert_classes": Case("BertForSequenceClassification", BERT | CLASSES),
+    "bert_mean": Case("BertModel", BERT, ("mean", "normalize")),
+    "roberta_pooler": Case("RobertaModel", ROBERTA, golden=False),
+    "roberta_classes": Case("RobertaForSequenceClassification", ROBERTA | CLASSES),
+    "roberta_cls": Case("RobertaModel", ROBERTA | {"type_vocab_size": 1}, ("cls",)),
+    "xlmr_pooler": Case("XLMRobertaModel", ROBERTA),
+    "xlmr_classes": Case("XLMRobertaForSequenceClassification", ROBERTA | CLASSES),
+    "xlmr_mean": Case("XLMRobertaModel", ROBERTA, ("mean",), golden=False),
+    "modernbert_plain": Case("ModernBertModel", MODERN, golden=False),
+    "modernbert_mean": Case("ModernBertModel", MODERN, ("mean", "normalize")),
+    "modernbert_classes": Case("ModernBertForSequenceClassification", MODERN | CLASSES | MEAN),
+    "modernbert_cls_classes": Case(
+        "ModernBertForSequenceClassification", MODERN | CLASSES, golden=False
+    ),
+}  # fmt: skip
+GOLDENS = [name for name, case in CASES.items() if case.golden]
+
+# Texts of several lengths, the last ones padded; RoBERTa counts positions by what is padding.
+TEXT_BT = np.arange(17) < np.array([[17], [17], [12], [5], [1]])
+
+
+def tokens_of(architecture: str) -> np.ndarray:
+    tokens_BT = np.random.default_rng(0).integers(4, 67, TEXT_BT.shape)
+    return np.where(TEXT_BT, tokens_BT, 1 if "Roberta" in architecture else 0)
+
+
+def types_of(kinds: int) -> np.ndarray | None:
+    """Types of tokens, if a model has several: the second text begins at position 7."""
+    return np.where(TEXT_BT & (np.arange(17) >= 7), 1, 0) if kinds > 1 else None
+
+
+def make(case: Case, folder: pathlib.Path) -> None:
+    """Writes a random model of theirs in bfloat16."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model_class = getattr(transformers, case.name)
+    options = {"num_hidden_layers": 2, "max_position_embeddings": 64} | case.options
+    model = model_class(model_class.config_class(**options))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(0.15 * torch.randn(weight.shape) + ("norm" in name.lower()))
+    model.to(torch.bfloat16)
+    if not case.modules:
+        return model.save_pretrained(folder)
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules as kinds
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    plain = folder.with_name(f"{folder.name}_plain")
+    model.save_pretrained(plain)
+    words = {f"w{i}": i for i in range(67)}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w3")), pad_token="w0", unk_token="w3"
+    )
+    fast.save_pretrained(plain)
+    transformer = kinds.Transformer(str(plain))
+    modules = [transformer, kinds.Pooling(24, pooling_mode=case.modules[0])]
+    modules += [kinds.Normalize()] * ("normalize" in case.modules)
+    SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
+
+
+def theirs(case: Case, folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """What `transformers` computes of the texts: hidden, and vector or logits; float32."""
+    import torch
+    import transformers
+
+    model, loading = getattr(transformers, case.name).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    if case.modules:  # which use no pooler, and exports have none
+        loading["missing_keys"] = {x for x in loading["missing_keys"] if "pooler" not in x}
+    assert not any(loading.values()), loading
+    config = model.config
+    types_BT = types_of(getattr(config, "type_vocab_size", 0))
+    given = {"input_ids": tokens_of(case.name), "attention_mask": TEXT_BT.astype(int)}
+    given |= {} if types_BT is None else {"token_type_ids": types_BT}
+    given = {name: torch.tensor(array) for name, array in given.items()}
+    with torch.no_grad():
+        out = model(**given, output_hidden_states=True)
+        hidden_BTD = out.hidden_states[-1]
+        found = {"hidden": hidden_BTD * torch.tensor(TEXT_BT)[:, :, None]}
+        if "Classification" in case.name:
+            found["logits"] = out.logits
+        elif case.modules:
+            from sentence_transformers import SentenceTransformer
+
+            whole = SentenceTransformer(
+                str(folder), device="cpu", model_kwargs={"dtype": "float32"}
+            )
+            found["vector"] = whole(given)["sentence_embedding"]
+        elif "Modern" not in case.name:
+            found["vector"] = out.pooler_output
+    return {name: array.numpy() for name, array in found.items()}
+
+
+def ours(path: str, mesh: str) -> dict[str, np.ndarray]:
+    """The same, by us, on a mesh."""
+    source = checkpoint.find(path)
+    layout = checkpoint.layout_of(source, make_mesh(mesh))
+    variables, config = checkpoint.restore_variables(source, layout), layout.config
+    B = -(-len(TEXT_BT) // layout.batch_shards) * layout.batch_shards
+    types_BT = types_of(config.token_types)
+    given = {
+        "tokens": tokens_of(source.metadata["architecture"]),
+        "segments": TEXT_BT.astype(np.int32),
+    }
+    given |= {} if types_BT is None else {"types": types_BT}
+    given = {name: np.resize(array, (B, array.shape[1])) for name, array in given.items()}
+
+    def outputs(variables, given):
+        model = layout.model.merge(variables)
+        of_texts = (given["tokens"], given["segments"], given.get("types"))
+        is_text_BT = given["segments"].astype("float32")  # 1 or 0
+        found = {"hidden": model.encode(*of_texts) * is_text_BT[:, :, None]}
+        if config.task == "classify":
+            return found | {"logits": model.classify(*of_texts)}
+        return found | {"vector": model.pool(*of_texts)}
+
+    found = layout.compile(outputs, variables, given)(variables, given)
+    return {name: np.asarray(array)[: len(TEXT_BT)] for name, array in found.items()}
+
+
+def largest_error(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
+    return max(float(np.abs(found[name] - wanted[name]).max()) for name in wanted)
+
+
+def compare(name: str, case: Case, work: pathlib.Path) -> None:
+    """Prints the comparison; raises AssertionError where ours and theirs differ."""
+    folder, back = work / name, work / f"{name}_back"
+    make(case, folder)
+    wanted = theirs(case, folder)
+    errors = [largest_error(ours(f"hf:{folder}", mesh), wanted) for mesh in MESHES]
+    export(f"hf:{folder}", back)
+    for file in folder.glob("*token*"):
+        shutil.copy(file, back)
+    again = largest_error(theirs(case, back), wanted)
+    size = max(np.abs(array).max() for array in wanted.values())
+    here = [f"{mesh} {error:.1e}" for mesh, error in zip(MESHES, errors, strict=True)]
+    print(f"{name:<23} {', '.join(wanted)} to {size:.1f}; ours differ by", *here, end="; ")
+    print(f"exported, theirs by {again:.1e}")
+    a, b = params_of(f"hf:{folder}"), params_of(f"hf:{back}")
+    assert a.keys() == b.keys()
+    for path in a:
+        np.testing.assert_array_equal(a[path], b[path], err_msg=path)
+    assert max(*errors, again) < TOLERANCE, name
+    if "--update-golden" in sys.argv and case.golden:
+        target = GOLDEN / name
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        for file in ("config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"):
+            if (folder / file).exists():
+                (target / file).parent.mkdir(exist_ok=True)
+                shutil.copy(folder / file, target / file)
+        np.savez(target / OUTPUTS, **wanted)
+
+
+def main() -> None:
+    import sentence_transformers
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    asked = [word for word in sys.argv[1:] if not word.startswith("--")]
+    with tempfile.TemporaryDirectory() as work:
+        for name in asked or CASES:
+            compare(name, CASES[name], pathlib.Path(work))
+    print(f"transformers {transformers.__version__}, sentence-transformers "
+          f"{sentence_transformers.__version__}: all within {TOLERANCE}, all bit-equal back.")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

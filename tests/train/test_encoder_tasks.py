@@ -1,0 +1,201 @@
+"""recipes.bert --task=classify and --task=embed: new heads, losses on every mesh, runs."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from data.tokenizer import BYTES
+from recipes.common import checkpoint
+from recipes.common.encoders import PairLoss, for_task
+from recipes.common.mesh import make_mesh
+from recipes.common.sharding import make_layout, paths, shardings
+from recipes.common.sharding.abstract import Phases, variables_of
+from recipes.common.train.new_parts import NewParts
+from recipes.common.train.state import new_params
+from recipes.common.train.step import gradients
+from recipes.instruments.prove.compare import compare_gradients, largest_relative
+from tests.conftest import full_except
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
+from tests.support.runs import records
+from zoo.bert import Bert, Config
+
+pytestmark = pytest.mark.promise("all-pairs")
+
+B, T = 16, 9
+SMALL = dataclasses.replace(Config.tiny(), num_layers=1, mlp=64)
+
+
+def written(folder, config=SMALL):
+    """A checkpoint of a random model that fills masks in; returns its parameters too."""
+    layout = make_layout(Bert, config, make_mesh("1"))
+    values = variables_of(Bert(config, rngs=nnx.Rngs(7)))
+    facts = checkpoint.metadata("bert", layout, {}) | {"step": 0, "context": 128}
+    facts["tokenizer"] = BYTES.sha256
+    checkpoint.write(folder, values, facts, tokenizer=BYTES)
+    return paths(values["params"])
+
+
+@pytest.mark.parametrize("modern", [False, True])
+def test_a_new_task_keeps_what_both_models_have(modern, tmp_path):
+    """The rest has the values that a new model of this seed has, on any mesh."""
+    plain = dataclasses.replace(Config.small(), num_layers=3, embed=64, mlp=64, remat="none")
+    before = plain if modern else SMALL
+    old = written(tmp_path / "fill", before)
+    config = dataclasses.replace(for_task(before, "classify"), labels=("a", "b", "c"))
+    layout = make_layout(Bert, config, make_mesh("4x2"), seed=3)
+    source = NewParts(checkpoint.find(tmp_path / "fill"), layout)
+    new = paths(new_params(make_layout(Bert, config, make_mesh("1"), seed=3)))
+    read = paths(source.read(layout.variables())["params"])
+    assert read.keys() == new.keys()
+    parts = {"classifier", "classifier_bias"} | (set() if modern else {"pooler", "pooler_bias"})
+    assert {*source.new()} == parts
+    for path, value in read.items():
+        wanted = new[path] if path in parts else old[path]
+        np.testing.assert_array_equal(value, wanted, err_msg=path)
+
+
+# ---- pairs ---------------------------------------------------------------------------------------
+
+
+def batch() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    of_texts = {}
+    for side in ("", "other_"):
+        lengths_B1 = random.integers(2, T + 1, (B, 1))
+        of_texts[f"{side}tokens"] = random.integers(0, 256, (B, T)).astype(np.int32)
+        of_texts[f"{side}segment_ids"] = (np.arange(T) < lengths_B1).astype(np.int32)
+    return of_texts | {"counted": np.arange(B) != 5}
+
+
+@functools.cache
+def step(mesh: str, strategy: str, accumulate: int, exchange: str):
+    """(loss, gradients by path) of a mean loss of pairs."""
+    config = for_task(SMALL, "embed")
+    layout = make_layout(Bert, config, make_mesh(mesh), strategy, batch_size=B)
+    loss = PairLoss(5.0, exchange)
+    phases = Phases(loss.embed, loss.compare)
+    layout = dataclasses.replace(layout, model=layout.model._replace(loss=loss, phases=phases))
+
+    def both(variables, batch):
+        grads, _, means = gradients(layout, variables, batch, accumulate)
+        return means["loss"], grads
+
+    given = (
+        jax.device_put(variables_of(Bert(config, rngs=nnx.Rngs(0))), shardings(layout.variables())),
+        jax.device_put(batch(), layout.batch_shardings(batch())),
+    )
+    found, grads = layout.compile(both, *given, compiler_options=QUICK)(*given)
+    return float(found), {path: np.asarray(x) for path, x in paths(grads).items()}
+
+
+def definition() -> float:
+    """The mean loss, from vectors of texts one by one, in float64."""
+    config, rows = for_task(SMALL, "embed"), batch()
+    model = Bert(config, rngs=nnx.Rngs(0))
+    vectors = []
+    for side in ("", "other_"):
+        x_BTD = np.float64(model.encode(rows[f"{side}tokens"], rows[f"{side}segment_ids"]))
+        text_BT1 = rows[f"{side}segment_ids"][:, :, None]
+        x_BD = (x_BTD * text_BT1).sum(axis=1)[rows["counted"]]
+        vectors.append(x_BD / np.linalg.norm(x_BD, axis=1, keepdims=True))
+    scores = 5.0 * vectors[0] @ vectors[1].T
+    found = [np.log(np.exp(scores).sum(axis)) - np.diag(scores) for axis in (0, 1)]
+    return np.concatenate(found).mean()
+
+
+def test_the_loss_of_pairs_is_its_definition():
+    assert step("1x1", "dp", 1, "gather")[0] == pytest.approx(definition(), rel=2e-6)
+
+
+CASES = [("4x2", "fsdp_tp", 1, "ring"), ("2x2x2", "hsdp_tp", 2, "gather")]
+
+
+@pytest.mark.parametrize(("mesh", "strategy", "accumulate", "exchange"), full_except(CASES, ()))
+def test_pairs_have_one_device_s_loss_and_gradients(mesh, strategy, accumulate, exchange):
+    """In microbatches too: each text meets all of the whole batch."""
+    want_loss, want = step("1x1", "dp", 1, "gather")
+    found_loss, found = step(mesh, strategy, accumulate, exchange)
+    assert found_loss == pytest.approx(want_loss, rel=4e-6)
+    # A bias of keys changes no attention: its gradient is rounding alone.
+    want, found = ({p: x for p, x in g.items() if "k_bias" not in p} for g in (want, found))
+    assert largest_relative(compare_gradients(found, want)) < 2e-5
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+FLAGS = ("--seq_len=16", "--batch_size=16", "--warmup_steps=0", "--learning_rate=3e-3")
+
+
+@pytest.fixture
+def train(inside):
+    def command(*flags):
+        done = inside("recipes.bert", *FLAGS, *flags)
+        assert done.code == 0, done.err
+        return done.out
+
+    return command
+
+
+def good_and_bad(folder) -> str:
+    texts = [f"{i} {word} {i}" for i in range(60) for word in ("good", "bad")]
+    rows = [{"text": text, "label": int("good" in text)} for text in texts]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"--dataset={folder / 'a.jsonl'}"
+
+
+def accuracy(out: str) -> str:
+    return re.search(r"Held-out accuracy .*", out)[0]
+
+
+def test_a_classifier_learns_from_a_model_that_fills_masks(train, quick, tmp_path):
+    written(tmp_path / "fill")
+    work, data = f"--workdir={tmp_path / 'run'}", good_and_bad(tmp_path)
+    first = ("--task=classify", f"--restore_from={tmp_path / 'fill'}", work, data, "--mesh=4x2")
+    out = train(*first, "--steps=20")
+    assert "New: classifier, classifier_bias, pooler, pooler_bias.\n" in out
+    assert accuracy(out).startswith("Held-out accuracy 1.0000: 6 of 6 texts; loss 0.")
+    (start,), (end,) = records(tmp_path / "run", "held_out_loss")
+    assert start > 0.5 > 0.2 > end
+    assert (tmp_path / "run" / "learning.png").stat().st_size > 5_000
+    # Its own task and classes are known, also on another mesh.
+    again = train(f"--restore_from={tmp_path / 'run'}", data, "--steps=0", "--mesh=2x2x2")
+    assert "New:" not in again
+    assert accuracy(again).split(";")[0] == accuracy(out).split(";")[0]
+    config = checkpoint.config_of(checkpoint.find(tmp_path / "run"))
+    assert config.task == "classify"
+    assert config.labels == ("0", "1")
+
+
+@pytest.mark.full
+def test_texts_find_their_partners(train, quick, tmp_path):
+    rows = [{"anchor": f"<{i:03d}>", "positive": f"it is {i:03d}"} for i in range(400)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--task=embed", f"--workdir={tmp_path / 'run'}", f"--dataset={tmp_path / 'a.jsonl'}")
+    flags += ("--size=tiny", "--mesh=4x2", "--pairs=ring", "--accumulate=2")
+    out = train(*flags, "--steps=2")
+    assert "20 texts are nearest to their own partner among 16" in out
+    out = train(*flags, "--steps=40")
+    assert "Resumes at step 2" in out
+    (start, *_, end) = [loss for (loss,) in records(tmp_path / "run", "loss")]
+    assert end < 0.8 * start
+    config = checkpoint.config_of(checkpoint.find(tmp_path / "run"))
+    assert config.task == "embed"
+    assert (config.pooling, config.normalize) == ("mean", True)
+
+
+def test_adapters_do_not_train_a_new_head(inside, tmp_path):
+    written(tmp_path / "fill")
+    done = inside(
+        "recipes.bert", *FLAGS, "--task=classify", f"--restore_from={tmp_path / 'fill'}",
+        "--lora_rank=2", f"--workdir={tmp_path / 'run'}", good_and_bad(tmp_path),
+    )  # fmt: skip
+    assert done.code == 2
+    assert done.err.startswith("error: --lora_rank=2 trains adapters alone, and classifier, classi")
+    assert not (tmp_path / "run").exists()
