@@ -29,11 +29,10 @@ def run_in_stages(model, x_BTD, batch: Batch):
     used = in_use(model, model.axes.in_use, model.config.dtype)
     leaves, tree = jax.tree.flatten(used)
     axes = leaf_axes(used)
-    stacked = {i: weight for i, weight in enumerate(leaves) if axes[i][0] == "layers"}
+    # Cast back in each tick, so that gradients add up in float32, over ticks and over devices.
+    stacked = {i: w.astype(jnp.float32) for i, w in enumerate(leaves) if axes[i][0] == "layers"}
 
     def on_device(stacked, x_BTD, batch):
-        # Cast in each tick, so that the ticks' gradients add up in float32.
-        exact = {i: weight.astype(jnp.float32) for i, weight in stacked.items()}
         index, S = jax.lax.axis_index(pipe), jax.lax.axis_size(pipe)
         M = microbatches(model.config, len(x_BTD), S)
         first, parts = jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), (x_BTD, batch))
@@ -45,7 +44,7 @@ def run_in_stages(model, x_BTD, batch: Batch):
             m = t - index
             valid = (m >= 0) & (m < M)
             part = jax.tree.map(lambda x: x[jnp.clip(m, 0, M - 1)], parts)
-            used = {i: weight.astype(stacked[i].dtype) for i, weight in exact.items()}
+            used = {i: weight.astype(leaves[i].dtype) for i, weight in stacked.items()}
             model = jax.tree.unflatten(tree, [used.get(i) for i in range(len(axes))])
             x = jnp.where(valid & (index > 0), x, first)
             x, _, metrics = model.run_layers(x, model.positions_of(part))
