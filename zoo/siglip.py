@@ -63,9 +63,7 @@ class Config(Compute):
     activation: str = "tanh"  # of the MLPs: GELU, exact, by tanh or quick: x · sigmoid(1.702 x)
     joint: int = 0  # E, dims of embeddings; 0: embed, which SigLIP needs
     text_tower: tuple[int, ...] = ()  # embed, num_layers, num_heads and mlp of texts; (): as images
-    end_token: int = (
-        0  # of CLIP: the first such token stands for a text; 0: that of the largest number
-    )
+    end_token: int = 0  # of CLIP: the first one stands for a text; 0: the largest number in it
     layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)
     # How pictures become inputs: saved with the model and read by data pipelines.
     mean: tuple[float, ...] = ()  # of pixel values from 0 to 1, for each channel

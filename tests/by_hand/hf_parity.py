@@ -668,7 +668,7 @@ def our_logits(path: str | pathlib.Path, mesh: str, rules: str, base: str = "") 
     source = checkpoint.find(path, base=base)
     layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
     variables = checkpoint.restore_variables(source, layout)
-    if layout.model.compares_pairs:
+    if layout.model.phases:
         return our_pairs(layout, variables)
     given = inputs(layout.config)
     rows = np.resize(given, (max(len(given), layout.batch_shards), *given.shape[1:]))

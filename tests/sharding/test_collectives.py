@@ -317,10 +317,10 @@ def classify(entry_name: str, layout: Layout, text: str) -> Sent:
 
 def of_replicas(variable: Variable, layout: Layout) -> int:
     """Elements of a gradient of experts that replicas sum after it was scattered."""
-    parts = math.prod(variable.use) // math.prod(variable.rest)
-    parts *= count_shards(layout.rules, "expert", layout.mesh.shape)
     if variable.rest == variable.use or "expert_embed" not in variable.axes:
         return 0
+    parts = math.prod(variable.use) // math.prod(variable.rest)
+    parts *= count_shards(layout.rules, "expert", layout.mesh.shape)
     if parts == layout.batch_shards:
         return 0
     return math.prod(variable.rest) * variable.layers
