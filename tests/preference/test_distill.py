@@ -189,7 +189,7 @@ STORED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", full_except(STORED, ["js"]))
+@pytest.mark.parametrize("name", full_except(STORED, []))
 def test_stored_logits_give_the_losses_of_a_live_teacher(name):
     case = {"kind": "forward", "top_k": 5} | STORED[name]
     live = {key: case[key] for key in ("kind", "top_k", "teacher") if key in case}
