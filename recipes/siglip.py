@@ -24,6 +24,7 @@ from recipes.common.config_flags import (
     model_flags,
 )
 from recipes.common.pictures import INPUTS, CaptionedPictures
+from recipes.common.report import flops
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
@@ -88,7 +89,8 @@ def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> N
     )  # fmt: skip
     classes = zero_shot.Classes(config.labels, texts) if config.labels else None
     extra = zero_shot.accuracy(classes, layout) if classes else zero_shot.retrieval
-    _, log, metrics = fit(run, folder, step, pairs, tokenizer, extra=extra)
+    cost = flops.encoder(layout)
+    _, log, metrics = fit(run, folder, step, pairs, tokenizer, extra=extra, example_flops=cost)
 
     # ---- What it has learned: pictures are classified by captions alone, or find their own -------
     (nats, count), (right, _) = metrics["loss"], metrics["accuracy"]

@@ -89,6 +89,14 @@ def test_every_mesh_that_works_is_planned_and_no_other(model):
     )
 
 
+@pytest.mark.parametrize("entry", ["vit", "siglip"])
+def test_a_model_without_rows_of_tokens_is_planned(entry):
+    """Its Config may have no schedule of a pipeline."""
+    first, *others = small_plan(entry=entry).ranked
+    assert first.fits
+    assert {first.layout.strategy, *(x.layout.strategy for x in others)} >= {"dp", "fsdp", "tp"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Renamed:
     """A decoder's Config with other names for its sizes, which only its weights show."""

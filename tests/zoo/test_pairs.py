@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from recipes.common.mesh import make_mesh
+from recipes.common.report import flops
 from recipes.common.report.hlo import collectives
 from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import make_layout, shardings
@@ -134,6 +135,23 @@ def test_the_ring_s_memory_does_not_grow_with_the_devices():
     few, many = (temporary("ring", mesh, n * rows // 2) for mesh, n in (("2", 2), ("8", 8)))
     assert many < 1.3 * few
     assert temporary("gather", "8", 4 * rows) > 3 * many
+
+
+@pytest.mark.parametrize("form", [{}, {"clip": True, "text_tower": (64, 1, 4, 256)}])
+def test_flops_are_those_of_both_towers(form):
+    """Forward, a third of training, as XLA counts them where no loop hides a layer."""
+    wide = {"embed": 128, "mlp": 512, "num_layers": 1, "num_heads": 4, "image_size": 16}
+    config = dataclasses.replace(Config.tiny(), max_positions=32, remat="none", **wide, **form)
+    model = Siglip(config, rngs=nnx.Rngs(0))
+    image = jax.ShapeDtypeStruct((1, 16, 16, 1), "float32")
+    tokens = jax.ShapeDtypeStruct((1, 32), "int32")
+
+    def forward(image, tokens):
+        return model.embed_images(image), model.embed_texts(tokens)
+
+    counted = jax.jit(forward).lower(image, tokens).cost_analysis()["flops"]
+    found = flops.encoder(make_layout(Siglip, config, make_mesh("1"), batch_size=1)) / 3
+    assert found == pytest.approx(counted, rel=0.06)
 
 
 # ---- the model -----------------------------------------------------------------------------------

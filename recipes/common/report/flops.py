@@ -51,6 +51,10 @@ PEAK = {
 }
 
 
+EACH = {"params": 6, "base": 4}  # kind of weight → FLOPs for a position; base: without gradients
+TABLES = {"words", "positions", "text_positions"}  # logical axes of two towers' tables
+
+
 def chip(kind: str) -> float | None:
     """Peak FLOP/s of a kind of device; None if unknown, as for CPUs."""
     # As a word: L40 must not match L40S.
@@ -68,27 +72,29 @@ def dense(layout: Layout) -> float:
 
     Frozen weights have no gradients: 4·N.
     """
-    each = {"params": 6, "base": 4}
     return sum(
-        each.get(kind, 0) * math.prod(x.shape)
+        EACH.get(kind, 0) * math.prod(x.shape)
         for kind, tree in layout.model.shapes.items()
         for x in jax.tree.leaves(tree)
     )
 
 
 def encoder(layout: Layout) -> float:
-    """FLOPs of training on one example of a model without tokens.
+    """FLOPs of training on one example of a model without tokens, or of two towers on a pair.
 
-    Counts every weight once per position, although a few are used once per example. All positions
-    attend to each other.
+    Counts every weight of the first once per position, although a few are used once per example. All
+    positions attend to each other.
     """
-    shape = layout.shape
-    square = sum(
-        6 * layer.count * layer.attention.heads * layer.attention.kv_dim
-        for layer in shape.layers
-        if layer.attention
-    )
-    return shape.positions * (dense(layout) + shape.positions * square)
+    shape, total = layout.shape, 0.0
+    for kind, each in EACH.items():
+        for path, (leaf, axes) in layout.model.variables.get(kind, {}).items():
+            if not shape.text_positions or TABLES.isdisjoint(axes):
+                total += each * math.prod(leaf.shape) * shape.positions_of(path)
+    for layer in shape.layers:
+        if layer.attention:
+            square = (layer.positions or shape.positions) ** 2
+            total += 6 * layer.count * layer.attention.heads * layer.attention.kv_dim * square
+    return total
 
 
 def decoder(shape: Shape, seq_len: int, batch_size: int = 1) -> dict[str, float]:

@@ -25,6 +25,11 @@ from zoo.strategies import (
     VOCAB,
 )
 
+# Of two towers: the stack of the layers of texts, with which paths of its other weights begin, and the
+# logical axis of its learned positions; and weights that are multiplied with one position.
+TEXT, TEXT_POSITIONS = "text", "text_positions"
+ONCE = ("pooling/q", "pooling/o", "pooling/mlp", "image_head", "text_head")
+
 Weights = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # path → (logical axes, shape)
 
 
@@ -100,6 +105,7 @@ class LayerShape:
     mlp: int = 0  # F, hidden width of the MLP that computes every position; shared experts are one
     matrices: int = 3  # [D, F] of the MLP or an expert: gate, up and down; 2 without a gate
     experts: ExpertsShape | None = None
+    positions: int = 0  # of an example, if not the model's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,7 @@ class Shape:
     period: int = 1  # layers that a pipeline's stage has a multiple of
     mtp_layers: int = 0  # layers of the last kind after the others, in the MTP head
     positions: int = 1  # of an example, of a model without tokens
+    text_positions: int = 0  # of its text, of a model with two towers
     # Fields of the config on how to compute; None: it has no such field.
     dtype: str | None = None  # of activations and matmuls; None: float32
     remat: str | None = None
@@ -121,6 +128,14 @@ class Shape:
     reduce_dtype: str | None = None
     remats: tuple[str, ...] = ()  # values of remat that a plan may choose
     adapters: bool = False  # whether all other weights are frozen
+
+    def positions_of(self, path: str) -> int:
+        """The positions of an example that a weight is multiplied with."""
+        if not self.text_positions:
+            return self.positions
+        if path.startswith(ONCE):
+            return 1
+        return self.text_positions if path.startswith(TEXT) else self.positions
 
     @property
     def stacked_layers(self) -> int:
@@ -196,9 +211,14 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
     causal = vocab_size > 0 and _stated(config, "causal") is not False
     kind_by_layer = [(name, windows[n % len(windows)]) for n, name in enumerate(names)]
     layers = []
+    of_text = sizes.get(TEXT_POSITIONS, 0)
     for name, window in dict.fromkeys(kind_by_layer):
-        layer = _layer(stacks[name][1], embed, model, config, window, causal)
-        layers.append(dataclasses.replace(layer, count=kind_by_layer.count((name, window))))
+        own = stacks[name][1]
+        width = _embed(own, model.names) if of_text else embed  # of a tower
+        layer = _layer(own, width, model, config, window, causal)
+        count = kind_by_layer.count((name, window))
+        layer = dataclasses.replace(layer, count=count, positions=of_text * (name == TEXT))
+        layers.append(layer)
     return Shape(
         embed=embed,
         layers=tuple(layers),
@@ -207,6 +227,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         period=len(windows),
         mtp_layers=int(any(path.startswith(HEAD_PATH) for path in weights)),
         positions=1 if vocab_size else learned or model.positions,
+        text_positions=of_text,
         dtype=_stated(config, "dtype"),
         remat=_stated(config, "remat"),
         matmul=_stated(config, "matmul"),

@@ -333,15 +333,16 @@ def _of_examples(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, f
     """Memory besides the state, of a model without tokens; saves each weight's output, twice."""
     rows = layout.batch_size // layout.batch_shards // accumulate
     outputs = 0.0
-    for array, axes in layout.model.variables["params"].values():
+    for path, (array, axes) in layout.model.variables["params"].items():
         dims = array.shape
         if len(axes) > 1:
             use = layout.names.while_used(axes[-1])
             layers = dims[0] if LAYERS in axes else 1
-            outputs += layers * dims[-1] / layout.count_shards(use)
+            positions = layout.shape.positions_of(path)
+            outputs += positions * layers * dims[-1] / layout.count_shards(use)
     return {
         "gradients": sizes.params * (1 + (accumulate > 1)),
-        "saved activations": rows * layout.shape.positions * outputs * compute_bytes(layout),
+        "saved activations": rows * outputs * compute_bytes(layout),
         "live working set": 2 * sizes.layer,
     }
 

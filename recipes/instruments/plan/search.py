@@ -92,7 +92,8 @@ def search(job: Job, devices: Devices, abstract: AbstractModel | None = None) ->
 
 def _seconds(option: Estimate) -> float:
     """Of a step; more rounds must save enough to be worth it."""
-    return option.step * (TIE if rounds(option.layout.config) > 1 else 1)
+    layout = option.layout
+    return option.step * (TIE if layout.stages > 1 and rounds(layout.config) > 1 else 1)
 
 
 def trace(job: Job) -> AbstractModel:
