@@ -72,7 +72,7 @@ def gather_experts(weights, axes, split: dict[str, tuple[str, ...]]) -> tuple[ja
     over = split["expert_embed"]
     gathered = []
     for weight, names in zip(weights, axes, strict=True):
-        if over and "expert_embed" in names:
+        if count_devices(over) > 1 and "expert_embed" in names:
             (weight,) = varying((*split["batch"], *split["seq"]), weight)
             dim = names.index("expert_embed")
             weight = jax.lax.all_gather(weight, over, axis=dim, tiled=True)
