@@ -78,7 +78,7 @@ ENCODERS = {
 
 def task_of(metadata: dict[str, Any]) -> str:
     """A text encoder's task; empty for other models."""
-    return metadata["config"].get("task", "")
+    return metadata.get("config", {}).get("task", "")
 
 
 def facts(source, arrays: list, licence: str, note: str) -> dict[str, Any]:
