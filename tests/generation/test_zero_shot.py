@@ -59,6 +59,7 @@ def test_all_pictures_or_those_held_out_have_the_numbers_of_their_labels(pets):
     [
         (["--labels=cat,dog"], "--labels needs --dataset=PICTURES, and neither --tasks nor --weights"),
         (["--labels=cat,dog", "--dataset=x", "--restore_from=mlp.digits"], "--labels is for models of two towers, and this is a 'mlp' model"),
+        (["--labels=cat,dog", "--dataset=x", "--templates=a {},no"], "--templates has 'no' without {} for a class's name; add it"),
         (["--labels=cat,dog", "--dataset=x", "--tokenizer=bytes"], "the model has 41 tokens, but the tokenizer bytes has 257; use"),
     ],
 )  # fmt: skip

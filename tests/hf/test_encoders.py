@@ -125,6 +125,11 @@ def test_distilbert_has_their_names_and_no_classifier(tmp_path):
         hf.Folder(tmp_path / "d")
 
 
+@pytest.mark.parametrize(("name", "positions"), [("bert_mean", 64), ("modernbert_mean", 64)])
+def test_a_model_without_learned_positions_has_the_context_of_its_folder(name, positions):
+    assert checkpoint.context(hf.Folder(GOLDEN / name)) == positions
+
+
 def test_a_model_without_a_head_for_masks_is_not_trained_to_fill_them(tmp_path):
     write(tmp_path / "st", task="embed", pooling="cls")
     source = checkpoint.find(f"hf:{tmp_path / 'st'}")
