@@ -93,7 +93,7 @@ class Evaluate(Settings):
 def main(devices: Devices, flags: Evaluate) -> None:
     # ---- Check the flags before anything is computed ---------------------------------------------
     mesh, out = make_mesh(devices.mesh), folders.new_path(flags.out, "out") if flags.out else None
-    source = given(flags)
+    source = find_model(flags)
     asked = load_tasks(flags) if flags.tasks else None
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
     if flags.labels:
@@ -218,7 +218,7 @@ def load(
     return data
 
 
-def given(flags: Evaluate) -> checkpoint.Source:
+def find_model(flags: Evaluate) -> checkpoint.Source:
     """The model to evaluate. Raises UserError if it, or a text or task, is missing."""
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")

@@ -131,10 +131,10 @@ THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 
 
 
 def sizes(file: ConfigFile, keys: dict[str, str] = SIZES) -> dict[str, Any]:
-    found = {ours: file.number(key) for ours, key in keys.items()}
-    if found["embed"] % found["num_heads"]:
-        raise file.refused(keys["num_heads"], found["num_heads"])
-    return found
+    numbers = {ours: file.number(key) for ours, key in keys.items()}
+    if numbers["embed"] % numbers["num_heads"]:
+        raise file.refused(keys["num_heads"], numbers["num_heads"])
+    return numbers
 
 
 def lost(config_from, config_json, config: Config) -> list[str]:
@@ -198,12 +198,12 @@ def bert(architecture: str, kind: str, task: str = "fill") -> Family:
     of_pooler = linear("pooler", "pooler_bias", pooler, "DE", "E D")
 
     def tensors(config: Config) -> Table:
-        found = table | (of_pooler if config.pooling == "pooler" else {})
+        entries = table | (of_pooler if config.pooling == "pooler" else {})
         if in_front:
             name, ours, theirs = table["positions"]
             rows = f"{theirs} +{in_front}/{in_front + config.max_positions}"
-            found |= {"positions": (name, ours, rows)}
-        return without(prefix, found) if task == "embed" else found
+            entries |= {"positions": (name, ours, rows)}
+        return without(prefix, entries) if task == "embed" else entries
 
     def config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
         file = ConfigFile(keys, path, ENTRY)
