@@ -15,6 +15,8 @@ gc.disable()  # until all tests are imported: this allocates much and frees litt
 ROOT = pathlib.Path(__file__).parent.parent
 os.environ["NPROC"] = "32"  # see recipes/common/runtime/mesh.py: room for two programs in flight
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Programs would carry the calls that led to each instruction: 5% of the time to compile them.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -84,6 +86,7 @@ def full_except(cases: Iterable, fast: Iterable) -> list:
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+    gc.set_threshold(10_000, 10, 10)  # by default, 7% of the time, for little that traces leave
 
 
 def pytest_sessionfinish(session):
@@ -163,6 +166,14 @@ def strict():
     """Turns implicit dtype and rank promotion into errors. Our models pass; optax doesn't."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture
+def named_lines():
+    """Programs name the lines of their instructions, as outside of tests."""
+    jax.config.update("jax_traceback_in_locations_limit", 100)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 @pytest.fixture(scope="session", autouse=True)
