@@ -646,6 +646,51 @@ def test_rows_travel_once_forward_once_backward_and_once_for_remat(remat, times)
 ROW_OF_IDS = jax.ShapeDtypeStruct((16,), np.int32)
 
 
+def test_tpus_multiply_whole_blocks_of_rows(monkeypatch):
+    """Forward and both gradients, in blocks that we name; by default TPUs mask a dense product."""
+    monkeypatch.setattr(dispatch, "device", lambda: types.SimpleNamespace(platform="tpu"))
+    config = dataclasses.replace(Config.tiny(), capacity=None, num_layers=1, embed=256, mlp=640)
+    layout = make_layout(MoE, config, make_mesh("data=1,expert=4"), "ep", batch_size=4, seq_len=150)
+    batch = layout.abstract_batch(
+        dict.fromkeys(("tokens", "targets"), ROW_OF_IDS.update(shape=(150,)))
+    )
+    with layout.trace():
+        traced = jax.jit(functools.partial(gradients, layout)).trace(layout.variables(), batch)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    rows = -(-math.ceil(1.5 * 150 * 2 + 1) // 256) * 256
+    found = set()
+    for line in (line for line in text.splitlines() if '"chlo.ragged_dot"' in line):
+        blocks = re.search(r'ragged_dot_tiling = "256,(\d+),(\d+)"', line)
+        shapes = re.findall(r"tensor<([\dx]+)xf32>", line)
+        assert blocks, line
+        found.add((*shapes, *blocks.groups()))
+    assert found == {
+        (f"{rows}x256", "2x256x640", f"{rows}x640", "256", "384"),  # gate and up
+        (f"{rows}x640", "2x640x256", f"{rows}x256", "640", "256"),  # down, and a gradient
+        (f"{rows}x256", f"{rows}x640", "2x256x640", "256", "384"),
+        (f"{rows}x640", f"{rows}x256", "2x640x256", "640", "256"),
+    }
+
+
+def test_products_in_blocks_have_the_gradients_of_ragged_dot():
+    random = np.random.default_rng(0)
+    x_MK, w_EKN, weight_MN = (
+        random.normal(size=shape).astype(np.float32) for shape in ((256, 8), (3, 8, 6), (256, 6))
+    )
+    sizes_E = jnp.array([100, 0, 130])
+    inside_M1 = (np.arange(256) < 230)[:, None]
+
+    def gradient(product):
+        def total(x_MK, w_EKN):
+            out_MN = product(x_MK, w_EKN, sizes_E)
+            return jnp.where(inside_M1, jnp.sin(out_MN) * weight_MN, 0).sum()
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(x_MK, w_EKN)
+
+    pair = gradient(dispatch.product_in_blocks), gradient(jax.lax.ragged_dot)
+    jax.tree.map(np.testing.assert_array_equal, *pair)
+
+
 @pytest.mark.parametrize(
     ("experts", "devices", "wanted"),
     [
