@@ -71,7 +71,7 @@ ROWS = 256
 @jax.custom_vjp
 def product_in_blocks(x_MK, w_EKN, sizes_E) -> Any:
     """jax.lax.ragged_dot in blocks that we choose. TPUs' own take three times as long for gradients."""
-    with blocks_of(w_EKN):
+    with blocks_of(w_EKN, K=4_096, N=512):
         return jax.lax.ragged_dot(x_MK, w_EKN, group_sizes=sizes_E)
 
 
@@ -79,7 +79,7 @@ def _product_backward(saved, grad_MN):
     x_MK, w_EKN, sizes_E = saved
     x_grad_MK = product_in_blocks(grad_MN, w_EKN.swapaxes(1, 2), sizes_E)
     rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    with blocks_of(w_EKN):
+    with blocks_of(w_EKN, K=2_048, N=768):
         w_grad_EKN = jax.lax.ragged_dot_general(x_MK, grad_MN, sizes_E, rows)
     return x_grad_MK, w_grad_EKN, None
 
@@ -87,16 +87,17 @@ def _product_backward(saved, grad_MN):
 product_in_blocks.defvjp(lambda *args: (product_in_blocks(*args), args), _product_backward)
 
 
-def blocks_of(w_EKN):
-    """A context in which TPUs multiply rows by such a weight in blocks of M, K and N. They fit the
-    16 MB that the compiler gives a kernel.
+def blocks_of(w_EKN, K: int, N: int):
+    """A context in which TPUs multiply rows by such a weight in blocks of M, K and N.
+
+    Args:
+      K: most bytes of a block along it; N: most columns. Kernels have 16 MB for their blocks.
     """
 
     def length(size: int, most: int) -> int:  # little is wasted at the end, and blocks aren't short
         return min(range(128, most + 1, 128), key=lambda n: -(-size // n) * (n + 64))
 
-    _, K, N = w_EKN.shape
-    blocks = ROWS, length(K, 4096 // w_EKN.dtype.itemsize), length(N, 512)
+    blocks = ROWS, length(w_EKN.shape[1], K // w_EKN.dtype.itemsize), length(w_EKN.shape[2], N)
     return set_xla_metadata(ragged_dot_tiling=",".join(map(str, blocks)))
 
 
