@@ -32,8 +32,8 @@ from .config import Compute
 from .decoder import Decoder
 from .gelu import GeluMLP, layer_norm
 from .layers import GatedMLP, Kind, add_bias, add_output, apply_norm, gather, multiply
-from .sharding import Rules, complete_tables, constrain, in_use, param, shards, zeros
-from .stack import fit_rules, stack
+from .sharding import Rules, complete_tables, constrain, param, shards, zeros
+from .stack import fit_rules, stack, weights_in_use
 from .strategies import DECODER, DENSE_STACK, decoder_rules
 from .vocabulary import copies_in_use, look_up, unembed, vocabulary
 
@@ -194,12 +194,13 @@ class Head(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D = config.embed
+        self.config = config
         self.dense = param(rngs, (D, D), ("embed", "norm"), D**-0.5)
         self.bias = None if config.modern else zeros((D,), ("norm",))
         self.norm = norm(config)
 
     def __call__(self, x_BTD):
-        dense = in_use(self.dense, AXES.in_use, x_BTD.dtype)
+        dense = weights_in_use(self.dense, AXES.in_use, self.config)
         x_BTD = add_bias(multiply(gather(x_BTD), dense, seq="residual_seq"), self.bias)
         x_BTD = self.norm(jax.nn.gelu(x_BTD, approximate=False))
         return constrain(x_BTD, "batch", "residual_seq", "act_embed")

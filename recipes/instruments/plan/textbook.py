@@ -460,8 +460,8 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
 
     Rows of D numbers go there and their sums come back, and so do their gradients: four times (n - 1)
     / n of them, where n devices share the experts; five times if remat sends them again. With a
-    capacity they are slots. Dropless rows go once to each device of their experts; if each row has
-    no fewer experts than there are devices, all devices gather all rows.
+    capacity they are slots. Dropless rows go once to each device of their experts, or all devices
+    gather all rows, see dispatch.exchanges.
     """
     axes = frozenset(_split_by(layout, [EXPERT]))
     devices = _devices(layout, axes)
