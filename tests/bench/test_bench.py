@@ -73,6 +73,19 @@ def test_matmul_params_are_all_but_norms_and_the_input_embedding():
         assert step.layout.shape.multiplied == whole - norms - lookup
 
 
+def test_an_encoder_without_logits_multiplies_no_table():
+    """A layer: q, k, v, o of 64 · 64 and two of 64 · 256; masks are filled in by 384 · 64 more."""
+    fill = ENTRIES["bert"].config
+    found = {
+        task: trace_shape(model_of("bert"), dataclasses.replace(fill, task=task, labels=("a", "b")))
+        for task in ("fill", "classify", "embed")
+    }
+    layers = 2 * (4 * 64 * 64 + 2 * 64 * 256)
+    assert found["classify"].multiplied == found["embed"].multiplied == layers
+    assert found["fill"].multiplied == layers + 384 * 64
+    assert {shape.vocab_size for shape in found.values()} == {384}
+
+
 WIDE = {"embed": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
 WIDE |= {"vocab_size": 2_048, "capacity": 1.0, "image_size": 64, "patch": 8, "dense_layers": 0}
 WIDE |= {"nope_dim": 64, "value_dim": 64, "kv_latent": 128, "q_latent": 128}
@@ -285,7 +298,7 @@ def test_saved_activations_are_what_jax_saves(attention, remat):
     assert memory_parts(step.layout)["saved activations"] == pytest.approx(kept, rel=0.01)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "sublayers"])
+@pytest.mark.parametrize("remat", ["full", "dots"])
 def test_saved_activations_of_two_towers_are_what_jax_saves(remat):
     """Each tower's layers have rows and a width of their own; beside them is what remat leaves alone."""
     towers = {"clip": True, "joint": 24, "text_tower": (80, 3, 4, 200)}
@@ -918,6 +931,18 @@ def test_a_tower_s_activations_are_those_of_its_own_positions():
         return sum(x.bytes for x in transfers(layout) if x.purpose == "activations")
 
     assert sent(16) - sent(8) == 2 * 4 * 6 * 8 * 32 * 4
+
+
+@pytest.mark.parametrize("pairs", ["gather", "ring", "local"])
+def test_pairs_meet_by_the_textbook_s_bytes(pairs):
+    """2 · (n - 1)/n · B · D numbers; tests/zoo/test_pairs.py counts those of the program."""
+    config = dataclasses.replace(ENTRIES["siglip"].config, pairs=pairs)
+    layout = make_layout(model_of("siglip"), config, make_mesh("8"), "fsdp", batch_size=24)
+    found = {x.kind for x in transfers(layout) if x.purpose == "exchanges"}
+    wanted = {"gather": {"all-gather", "reduce-scatter"}, "ring": {"collective-permute"}}
+    assert found == wanted.get(pairs, set())
+    sent = sum(x.bytes for x in transfers(layout) if x.purpose == "exchanges")
+    assert sent == (0 if pairs == "local" else 2 * 7 / 8 * 24 * 32 * 4)
 
 
 @pytest.mark.parametrize(
