@@ -38,9 +38,9 @@ def random_variables(layout: Layout) -> Tree:
     return jax.device_put(random_values(variables), shardings(variables))
 
 
-def built(model: type[nnx.Module], config: Any, seed: int = 0) -> Any:
-    """A new model, by one program; eagerly, JAX would compile one for each operation and shape."""
-    return jax.jit(lambda: model(config, rngs=nnx.Rngs(seed)))()
+def built(module: type[nnx.Module], config: Any, seed: int = 0, **options) -> Any:
+    """A new module, by one program; eagerly, JAX would compile one for each operation and shape."""
+    return jax.jit(lambda: module(config, rngs=nnx.Rngs(seed), **options))()
 
 
 def random_decoder(model: type[Decoder], config: Compute) -> Decoder:
