@@ -224,6 +224,9 @@ def find_model(flags: Evaluate) -> checkpoint.Source:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     if flags.labels and (flags.tasks or flags.weights or not flags.dataset):
         raise UserError("--labels needs --dataset=PICTURES, and neither --tasks nor --weights")
+    for template in split(flags.templates):
+        if template and "{}" not in template:
+            raise UserError(f"--templates has {template!r} without {{}} for a class's name; add it")
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
     source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)

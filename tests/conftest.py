@@ -42,6 +42,9 @@ def pytest_addoption(parser):
         "--full", action="store_true", help="run the complete proof, not one case each"
     )
     parser.addoption("--kills", type=int, default=3, help="how often test_crashes.py kills a run")
+    parser.addoption(
+        "--run", default="transformer --mesh=4x2", help="the recipe that it kills, and its flags"
+    )
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
     parser.addoption("--promise", metavar="NAME", help="run the tests of one promise of README.md")
     parser.addoption("--promises", action="store_true", help="list the promises and their tests")

@@ -38,7 +38,7 @@ from .patches import embed_patches, prepend
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param,
 )  # fmt: skip
-from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
+from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack, weights_in_use
 from .strategies import DECODER, encoder_rules
 
 
@@ -219,11 +219,12 @@ class ViT(nnx.Module):
 
     def embed_patches(self, image_BWWC) -> jax.Array:
         """The class token and embeddings of all patches, with their positions: [B, T, D]."""
-        dtype = self.config.dtype
-        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, dtype)
+        config = self.config
+        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, config)
         x_BTD = prepend(self.class_token, x_BTD)
-        positions_TD = constrain(in_use(self.positions, AXES.in_use, dtype)[...], None, "act_embed")
-        return (x_BTD + positions_TD.astype(jnp.float32)[None]).astype(dtype)
+        positions = weights_in_use(self.positions, AXES.in_use, config)
+        positions_TD = constrain(positions[...], None, "act_embed")
+        return (x_BTD + positions_TD.astype(jnp.float32)[None]).astype(config.dtype)
 
     @fit_rules
     def classify(self, x_BTD) -> jax.Array:

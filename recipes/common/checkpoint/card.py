@@ -75,6 +75,12 @@ ENCODERS = {
     "embed": ("sentence-similarity", "nats a pair of texts"),
 }
 
+# Data of models of images → the Hub's name for their task.
+OF_IMAGES = {
+    "data.images": "image-classification",
+    "data.captions": "zero-shot-image-classification",
+}
+
 
 def task_of(metadata: dict[str, Any]) -> str:
     """A text encoder's task; empty for other models."""
@@ -305,8 +311,7 @@ def for_hub(
     """
     began, licence = base(metadata), facts["licence"].lower()
     library = "peft" if adapter else "transformers"
-    images = ENTRIES[metadata["entry"]].data == "data.images"
-    task = "image-classification" if images else "text-generation"
+    task = OF_IMAGES.get(ENTRIES[metadata["entry"]].data, "text-generation")
     task = ENCODERS.get(task_of(metadata), (task, ""))[0]
     front = {"library_name": library, "pipeline_tag": task}
     if licence:

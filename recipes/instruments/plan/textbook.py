@@ -119,9 +119,13 @@ def of_rows(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
         yield from of_stages(layout, accumulate)
 
 
-def device_tokens(layout: Layout) -> float:
-    """Positions of a batch on one device, or rows without positions."""
-    positions = layout.batch_size * (layout.seq_len or layout.shape.positions)
+def device_tokens(layout: Layout, path: str = "") -> float:
+    """Positions of a batch on one device, or rows without positions.
+
+    Args:
+      path: of the module that computes them; a model with two towers has different ones.
+    """
+    positions = layout.batch_size * (layout.seq_len or layout.shape.positions_of(path))
     return positions / (layout.batch_shards * layout.seq_shards)
 
 
@@ -311,7 +315,7 @@ def of_modules(
     for module, axes in split.items():
         halves = 1 if module in of_latents and module not in reads else 2
         each = halves * widths[module] + of_latents.get(module, 0)
-        elements = 2 * ring(_devices(layout, axes)) * each * device_tokens(layout)
+        elements = 2 * ring(_devices(layout, axes)) * each * device_tokens(layout, module)
         layers = module.startswith(LAYERS)
         for kind, share in (_kinds(layout) if repeats and layers else {"all-reduce": 1.0}).items():
             sent = elements * compute_bytes(layout) * share * (busy_share if layers else 1)
@@ -443,8 +447,8 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
 
     Rows of D numbers go there and their sums come back, and so do their gradients: four times (n - 1)
     / n of them, where n devices share the experts; five times if remat sends them again. With a
-    capacity they are slots. Dropless rows go once to each device of their experts; if each row has
-    no fewer experts than there are devices, all devices gather all rows.
+    capacity they are slots. Dropless rows go once to each device of their experts, or all devices
+    gather all rows, see dispatch.exchanges.
     """
     axes = frozenset(_split_by(layout, [EXPERT]))
     devices = _devices(layout, axes)
