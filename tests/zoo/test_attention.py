@@ -313,11 +313,13 @@ def without_segments(window, ids_BT, ids_BS, *rest):
 def grids(T: int, ids_BT, window=None, offset: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
     """What splash loads and whether it computes it, step by step: for outputs, and for dK with dV."""
     settings = Settings(positions=T, window=window)
-    _, (by_query, _, by_key), _ = splash._splash(settings, ids_BT, ids_BT, jnp.int32(offset))
-    of_queries, of_keys = (
-        (np.asarray(mask.data_next[0]), np.asarray(mask.block_mask[0]))
-        for mask in (by_query, by_key)
-    )
+
+    @jax.jit
+    def loads_and_computes(ids_BT, offset):
+        _, (by_query, _, by_key), _ = splash._splash(settings, ids_BT, ids_BT, offset)
+        return [(mask.data_next[0], mask.block_mask[0]) for mask in (by_query, by_key)]
+
+    of_queries, of_keys = jax.device_get(loads_and_computes(ids_BT, jnp.int32(offset)))
     return [of_queries, (of_keys[0].T, of_keys[1].T)]
 
 
@@ -480,8 +482,9 @@ def test_cudnn_s_values_may_be_narrower_than_its_keys(monkeypatch):
     dims = (12, 12, 9)
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 24, 2, H)) for i, H in enumerate(dims))
     ids = documents(2, 24)
-    ours = attend(q, k, v, ids, kernel="cudnn")
-    np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
+    ours = jax.jit(lambda *qkv: attend(*qkv, ids, kernel="cudnn"))(q, k, v)
+    theirs = jax.jit(lambda *qkv: plain(*qkv, ids, None))(q, k, v)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_a_config_names_a_kernel_that_there_is():

@@ -26,6 +26,7 @@ from recipes.common.train.step import gradients
 from recipes.instruments.plan.answer import of_layout
 from recipes.instruments.plan.textbook import devices_of_a_row, transfers
 from tests.conftest import full_except
+from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo import dispatch
 from zoo.attention import make_positions
@@ -183,7 +184,7 @@ def test_an_expert_takes_as_many_positions_as_it_has_slots():
     """
     config = dataclasses.replace(Config.tiny(), num_experts=2, experts_per_token=2, capacity=0.5)
     slots, rows, T = 3, 2, 6
-    layer = GatedExperts(config, biased=False, normalize=True, rngs=nnx.Rngs(0))
+    layer = built(GatedExperts, config, biased=False, normalize=True)
     graph, weights = nnx.split(layer)
     x_D = np.random.default_rng(0).normal(size=config.embed).astype(np.float32)
 
@@ -208,7 +209,7 @@ def test_an_expert_takes_as_many_positions_as_it_has_slots():
 def test_devices_without_a_capacity_compute_their_own_experts_choices():
     """Two devices with two experts each give what one device gives, gradients too."""
     config = dataclasses.replace(Config.tiny(), capacity=None, num_experts=4)
-    graph, weights = nnx.split(GatedExperts(config, biased=False, normalize=True, rngs=nnx.Rngs(0)))
+    graph, weights = nnx.split(built(GatedExperts, config, biased=False, normalize=True))
     x_BTD = np.random.default_rng(0).normal(size=(2, 6, config.embed)).astype(np.float32)
 
     def total(weights, x_BTD):
@@ -545,7 +546,7 @@ def computed(load: str, mesh: str, strategy: str, room: float):
     """(output, gradients) of a mixture of 8 experts, whose choice a bias decides."""
     choices, chosen = LOADS[load]
     config = dataclasses.replace(Config.tiny(), capacity=None, experts_per_token=choices)
-    module = GatedExperts(config, biased=True, normalize=True, rngs=nnx.Rngs(0))
+    module = built(GatedExperts, config, biased=True, normalize=True)
     module.bias[...] = jnp.zeros(8).at[jnp.array(chosen, int)].set(100.0)
     graph, weights = nnx.split(module)
     x_BTD = np.random.default_rng(0).normal(size=(8, 5, config.embed)).astype(np.float32)
@@ -594,12 +595,13 @@ def test_rows_travel_to_the_devices_of_their_experts(load, mesh, strategy, room)
 def test_rows_beyond_a_limit_of_the_load_are_dropped_and_counted():
     """By definition: a device takes the choices of its experts, row by row, until it has enough."""
     config = dataclasses.replace(Config.tiny(), capacity=None, load_limit=0.8)
-    module = GatedExperts(config, biased=True, normalize=True, rngs=nnx.Rngs(0))
+    module = built(GatedExperts, config, biased=True, normalize=True)
     module.bias[...] = jnp.zeros(8).at[3].set(100.0)  # all rows choose it, and a further expert
     graph, weights = nnx.split(module)
     x_BTD = np.random.default_rng(0).normal(size=(8, 5, config.embed)).astype(np.float32)
     positions = make_positions(config, jnp.zeros((8, 5), jnp.int32))
-    (expert_BTJ, weight_BTJ, _), _ = jax.device_get(module.route(x_BTD, positions.counted_BT, 5))
+    route = jax.jit(lambda x_BTD: module.route(x_BTD, positions.counted_BT, 5)[0])
+    expert_BTJ, weight_BTJ, _ = jax.device_get(route(x_BTD))
     gate_EDF, up_EDF, down_EFD = (np.asarray(w[...]) for w in (module.gate, module.up, module.down))
     wanted_BTD, taken_P, dropped = np.zeros_like(x_BTD), np.zeros(4, int), 0
     for b, t in np.ndindex(8, 5):
@@ -609,7 +611,8 @@ def test_rows_beyond_a_limit_of_the_load_are_dropped_and_counted():
             if had_P[e // 2] >= 0.8 * 8 * 5 * 2 / 4:
                 dropped += 1
                 continue
-            hidden_F = np.asarray(jax.nn.silu(x_D @ gate_EDF[e])) * (x_D @ up_EDF[e])
+            gate_F = x_D @ gate_EDF[e]
+            hidden_F = gate_F / (1 + np.exp(-gate_F)) * (x_D @ up_EDF[e])
             wanted_BTD[b, t] += weight * (hidden_F @ down_EFD[e])
 
     @jax.jit
