@@ -241,10 +241,6 @@ def run_experts(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, slots: int) -
 
 ROOM = 1.5  # choices that a device computes in a turn, as a multiple of an even load
 
-# TPUs compile jax.lax.ragged_dot of a multiple of so many rows to a kernel that multiplies each row by
-# its expert; else they multiply all rows by all experts of the device, and select.
-TILE = 128
-
 
 class Route(NamedTuple):
     """Where a device's rows go. A device gets a row once, whatever number of its experts it chose."""
@@ -357,8 +353,7 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     both_CJ = send(jnp.concatenate((expert_NJ, weight_NJ), axis=1))
     expert_CJ = both_CJ[:, :J].astype(jnp.int32) - 1 - first
     # The choices of the turn's last row may go beyond the room.
-    slots = -(-(room + J - 1) // TILE) * TILE
-    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots)
+    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots=room + J - 1)
     out_MD = jnp.asarray(move(out_CD, counts_PP.T, axes, (arriving, leaving), N))
     return unite(out_MD[None], place_NJ[None], row_M[None])[0]
 

@@ -562,14 +562,14 @@ def computed(load: str, mesh: str, strategy: str, room: float):
     made = make_mesh(mesh)
     ragged_dot = jax.lax.ragged_dot
 
-    def in_tiles(x_MD, *args, **kwargs):
-        assert len(x_MD) % 4 == 0, "TPUs have a kernel for whole tiles alone"
+    def in_blocks(x_MD, *args, **kwargs):
+        assert len(x_MD) % 4 == 0, "TPUs have a kernel for whole blocks alone"
         return ragged_dot(x_MD, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(made):
         patch.setattr(dispatch, "ROOM", room)
-        patch.setattr(dispatch, "TILE", 4)
-        patch.setattr(jax.lax, "ragged_dot", in_tiles)
+        patch.setattr(dispatch, "ROWS", 4)
+        patch.setattr(jax.lax, "ragged_dot", in_blocks)
         with nnx.logical_axis_rules(tuple(RULES[strategy].items())):
             on_mesh = jax.device_put(weights, nnx.get_named_sharding(weights, made))
             x_BTD = jax.device_put(x_BTD, jax.NamedSharding(made, jax.P(("data", "expert"))))
