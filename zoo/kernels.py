@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from .layers import dot
 from .sharding import constrain, device, mesh_axes, reshape, shards
 
-JOINABLE = ("flash", "splash")  # kernels whose outputs for several parts of the keys can be joined
+JOINABLE = ("flash", "splash", "triton")  # kernels whose outputs for parts of the keys can be joined
 KERNELS = ("auto", "xla", *JOINABLE, "cudnn")  # valid values of Config.attention
 NOT_SEEN = -1e30  # a score without weight
+TRITON_BLOCK = 64  # queries, and keys, of one step of `triton`
 LONGEST_MASK = 8_192  # positions up to which GPUs before Hopper get a mask of T × T for segments
 FLASH_FROM = 8_192  # positions from which `flash` is faster on CPUs than `blockwise`
 
