@@ -1,7 +1,7 @@
-"""Attention block by block: `flash`, for any platform, and the derivative of it and of splash.py.
+"""Attention block by block: `flash`, for any platform, and derivatives, of splash.py and triton.py too.
 
 attention.py uses this file for other kernels than XLA's and cuDNN's, so a model can be copied without
-it for short rows on CPUs, or for GPUs.
+it for short rows on CPUs.
 
 Shapes: B batch, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim. In
 tiles, X = B · K.

@@ -45,7 +45,7 @@ class Choice:
 
     kernel: str  # one of KERNELS, but not "auto"
     blocks: int = 0  # positions in a block, of kernels that have blocks
-    obstacle: str = ""  # what the platform's own kernel can't do, if it was not chosen
+    obstacle: str = ""  # what the platform's first kernel can't do, if it was not chosen
 
 
 def choose_kernel(name: str, request: Request) -> Choice:

@@ -919,7 +919,7 @@ for command in {commands}:
         ("meshes", "--rules=zero", "--rules has 'zero', which is not one of dp, zero1, fsdp, tp_sp"),
         ("gpu", "--cases=124m:1024,1b", "--cases has '1b'; write size:tokens, for example 124m:1024"),
         ("gpu", "--batches=8,0", "--batches=8,0 must be whole numbers ≥ 1; try --batches=1,2"),
-        ("gpu", "--kernels=cudnn,triton", "--kernels has 'triton', which is not one of xla, flash, splash, cudnn"),
+        ("gpu", "--kernels=cudnn,mosaic", "--kernels has 'mosaic', which is not one of xla, flash, splash, triton, cudnn"),
         ("gpu", "--xla=fast", "--xla has 'fast', which is not one of default, cuBLAS only"),
         ("gpu", "--minutes=-1", "--minutes=-1 must be ≥ 0.0; try 9.0"),
         ("gpu", "--out=README.md", "--out=README.md has lines that are not rows; use a new file"),
