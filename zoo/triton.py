@@ -28,7 +28,7 @@ def triton(settings: Settings, q_BNTH, kv, ids_BT, offset):
     q, k, v = map(_pad, (q_BNTH, *kv[:2]))
     ids_T, ids_S = ids_BT[:, None], kv[2][:, None]
     out, log_sum = _call(
-        functools.partial(_output, settings, q_BNTH.shape[-1] ** -0.5),
+        functools.partial(_attention, settings, q_BNTH.shape[-1] ** -0.5),
         _visits(settings, ids_BT, kv[2], offset, size := _block_size(q, v)),
         blocks=(ids_T, q),
         rows=(ids_S, k, v),
@@ -48,7 +48,7 @@ def triton_gradients(
     queries = ids_BT[:, None], q, grad, log_sum_BNT, dot("BNTH,BNTH->BNT", out_BNTH, grad_BNTH)
     keys = kv[2][:, None], k, v
     (dq,) = _call(
-        functools.partial(_query_gradient, settings, H**-0.5),
+        functools.partial(_attention_dq, settings, H**-0.5),
         _visits(settings, ids_BT, kv[2], offset, size),
         blocks=queries,
         rows=keys,
@@ -56,7 +56,7 @@ def triton_gradients(
         size=size,
     )
     dk, dv = _call(
-        functools.partial(_key_gradients, settings, H**-0.5),
+        functools.partial(_attention_dkv, settings, H**-0.5),
         _visits(settings, ids_BT, kv[2], offset, size, by_key=True),
         blocks=keys,
         rows=queries,
@@ -134,10 +134,10 @@ def _call(kernel, visits, blocks, rows, results, size: int):
     return run(visits, *blocks, *rows)
 
 
-# ---- kernels: their arguments are references -----------------------------------------------------
+# ---- kernels, of references; traces show their names ---------------------------------------------
 
 
-def _output(settings, scale, visit, ids_T, q_TH, ids_GS, k_GSH, v_GSH, out_TH, log_sum_T):
+def _attention(settings, scale, visit, ids_T, q_TH, ids_GS, k_GSH, v_GSH, out_TH, log_sum_T):
     i = pl.program_id(0)
     size = ids_T.shape[0]
 
@@ -164,7 +164,7 @@ def _output(settings, scale, visit, ids_T, q_TH, ids_GS, k_GSH, v_GSH, out_TH, l
     log_sum_T[...] = most + jnp.log(total)
 
 
-def _query_gradient(settings, scale, visit, *references):
+def _attention_dq(settings, scale, visit, *references):
     *queries, ids_GS, k_GSH, v_GSH, dq_TH = references
     i = pl.program_id(0)
     size = dq_TH.shape[0]
@@ -179,7 +179,7 @@ def _query_gradient(settings, scale, visit, *references):
     dq_TH[...] = jax.lax.fori_loop(visit[0], visit[1], add_block, jnp.zeros(dq_TH.shape))
 
 
-def _key_gradients(settings, scale, visit, *references):
+def _attention_dkv(settings, scale, visit, *references):
     *keys, ids_GT, q_GTH, grad_GTH, log_sum_GT, inner_GT, dk_SH, dv_SH = references
     j = pl.program_id(0)
     size, G = dk_SH.shape[0], q_GTH.shape[0]

@@ -564,10 +564,10 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
     asked, out, error = sweep(found)
     assert not error
     assert len(asked) == len(set(asked))
-    assert [row.attention for row in asked[:3]] == ["flash", "cudnn", "xla"]
-    assert {row.what for row in asked[:3]} == {"check"}
+    assert [row.attention for row in asked[:4]] == ["cudnn", "triton", "flash", "xla"]
+    assert {row.what for row in asked[:4]} == {"check"}
     small, large = (gpu.GUESSES[case][0][0] for case in ("124m:1024", "1b:2048"))
-    assert asked[3:15] == [
+    assert asked[4:16] == [
         Row("step", "124m:1024", segments=True, **small),
         Row("step", "1b:2048", segments=True, **large),
         Row("step", "124m:1024", **small),
@@ -618,6 +618,7 @@ KERNELS = {
     "loop_dynamic_update_slice_fusion_6": "slices of stacks",
     "memcpy128": "copies",
     "MemcpyD2D": "copies",
+    "_attention_dkv": "attention",
     "input_add_reduce_fusion_2": "other kernels",
     "loop_multiply_fusion_23": "other kernels",
 }
@@ -782,7 +783,7 @@ def test_reasons_are_a_few_words():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "kernel", ["xla", "flash", "cudnn"] if shutil.which("nvidia-smi") else ["flash"]
+    "kernel", ["xla", "flash", "triton", "cudnn"] if shutil.which("nvidia-smi") else ["flash"]
 )
 def test_kernels_on_this_machine(kernel):
     """Runs in a subprocess on a GPU if there is one, and interpreted otherwise."""

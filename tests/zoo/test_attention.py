@@ -669,7 +669,9 @@ def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
     cudnn = Choice("cudnn")
     none = Choice("flash", obstacle="Tesla V100-SXM2-16GB")
     wide = Choice("triton", obstacle="a head dim of 256")
-    odd, long = (Choice("triton", obstacle=f"{T} positions with segments") for T in ("999", "8,194"))
+    odd, long = (
+        Choice("triton", obstacle=f"{T} positions with segments") for T in ("999", "8,194")
+    )
     for capability, head_dim, T, segments, wanted in (
         ("7.0", 64, 1024, False, none), ("gfx942", 64, 1024, False, none),
         ("8.0", 64, 1024, False, cudnn), ("8.0", 128, 16_384, False, cudnn),

@@ -69,7 +69,9 @@ class GpuFlags:
         "124m:1024,1b:2048", "Pairs of size:tokens of context, comma-separated.", group="model"
     )
     kernels: str = flag(
-        "flash,cudnn,xla", "Attention kernels to check and to try, comma-separated.", group="model"
+        "cudnn,triton,flash,xla",
+        "Attention kernels to check and to try, comma-separated.",
+        group="model",
     )
     matmuls: str = flag(
         "", "Formats of matmuls to try with the best settings so far, comma-separated: int8, fp8.",
