@@ -569,13 +569,13 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
     small, large = (gpu.GUESSES[case][0][0] for case in ("124m:1024", "1b:2048"))
     assert asked[4:16] == [
         Row("step", "124m:1024", segments=True, **small),
-        Row("step", "1b:2048", segments=True, **large),
-        Row("step", "124m:1024", **small),
-        Row("step", "1b:2048", **large),
-        Row("torch", "124m:1024", 32),
-        Row("torch", "1b:2048", 8),
         Row("torch", "124m:1024", 32, segments=True),
+        Row("step", "124m:1024", **small),
+        Row("torch", "124m:1024", 32),
+        Row("step", "1b:2048", segments=True, **large),
         Row("torch", "1b:2048", 8, segments=True),
+        Row("step", "1b:2048", **large),
+        Row("torch", "1b:2048", 8),
         Row("generate", "124m:1024", 32),
         Row("generate", "1b:2048", 32),
         Row("generate", "124m:1024", 1),
@@ -583,9 +583,9 @@ def test_gpu_rows_that_are_wanted_most_come_first(sweep):
     ]
     # Around the best: what is found later starts from what was found before.
     best = dict(attention="cudnn", batch=128, remat="dots", xla="cuBLASLt")
-    assert dataclasses.replace(asked[3], **best) in asked
+    assert dataclasses.replace(asked[4], **best) in asked
     assert Row("torch", "124m:1024", 64, "cudnn") in asked
-    assert out.count("\n| 124m:1024 |") + out.count("\n| 1b:2048 |") == len(asked) - 3
+    assert out.count("\n| 124m:1024 |") + out.count("\n| 1b:2048 |") == len(asked) - 4
     last = out.splitlines()[-1]
     assert last.startswith("NVIDIA H200; Python ")
     assert last.endswith("No nvidia-smi.")
@@ -599,6 +599,7 @@ def test_gpu_says_where_the_time_of_the_fastest_rows_goes(sweep):
         return found(row) | ({"kinds": kinds} if row.what == "step" else {})
 
     _, out, _ = sweep(find, cases="1b:2048", torch="", batches="32")
+    assert " | attention 32.0, no kernel 0.2 |\n" in out, "in each row, at once"
     table = out[out.index("| ms of a step |") :].splitlines()
     assert table[0] == "| ms of a step | 1b:2048 cudnn, segments 32 | 1b:2048 cudnn 32 |"
     rows = dict(line.strip("| ").split(" | ", 1) for line in table[2 : 2 + len(gpu_trace.KINDS)])
@@ -669,7 +670,7 @@ def test_a_trace_has_the_kernels_of_all_streams_of_the_first_gpu(tmp_path):
 def test_gpu_without_pytorch(sweep):
     asked, out, error = sweep(found, torch="", cases="1b:2048")
     assert (error, {row.what for row in asked}) == ("", {"check", "step", "generate"})
-    assert "\nPyTorch is not installed.\n" in out
+    assert out.startswith("PyTorch is not installed; pip install torch adds its rows.")
 
 
 def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):
@@ -685,7 +686,7 @@ def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):
     asked, out, error = sweep(slow, out=str(file))
     assert (len(asked), out.count("\n| "), error) == (6, 5, "")  # the sixth was cut off
     assert out.splitlines()[-2] == (
-        "Time is up after 9 minutes, before 124m:1024 auto 32 remat none, unroll 12, chunks of 256; "
+        "Time is up after 9 minutes, before 124m:1024 auto, segments 32 PyTorch; "
         "the same command continues."
     )
     assert len(file.read_text().splitlines()) == 5
