@@ -32,8 +32,8 @@ from .config import Compute
 from .decoder import Decoder
 from .gelu import GeluMLP, layer_norm
 from .layers import GatedMLP, Kind, add_bias, add_output, apply_norm, gather, multiply
-from .sharding import Rules, complete_tables, constrain, in_use, param, shards, zeros
-from .stack import fit_rules, stack
+from .sharding import Rules, complete_tables, constrain, param, shards, zeros
+from .stack import fit_rules, stack, weights_in_use
 from .strategies import DECODER, DENSE_STACK, decoder_rules
 from .vocabulary import copies_in_use, look_up, unembed, vocabulary
 
@@ -108,17 +108,6 @@ class Config(Compute):
         return cls(30_522, 1_024, 24, num_heads=16, mlp=4_096)
 
     @classmethod
-    def roberta_base(cls) -> "Config":
-        """124,695,897 parameters. RoBERTa base."""
-        roberta = dataclasses.replace(cls.bert_base(), vocab_size=50_265, token_types=1)
-        return dataclasses.replace(roberta, norm_eps=1e-5)
-
-    @classmethod
-    def xlmr_base(cls) -> "Config":
-        """278,293,650 parameters. XLM-R base."""
-        return dataclasses.replace(cls.roberta_base(), vocab_size=250_002)
-
-    @classmethod
     def modern_base(cls) -> "Config":
         """149,655,232 parameters. ModernBERT base, for rows of 8,192 tokens."""
         return cls._modern(50_368, 768, 22, num_heads=12, mlp=1_152, window=65)
@@ -146,8 +135,6 @@ SIZES = {
     "small": Config.small,
     "bert_base": Config.bert_base,
     "bert_large": Config.bert_large,
-    "roberta_base": Config.roberta_base,
-    "xlmr_base": Config.xlmr_base,
     "modern_base": Config.modern_base,
     "modern_large": Config.modern_large,
 }
@@ -207,12 +194,13 @@ class Head(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         D = config.embed
+        self.config = config
         self.dense = param(rngs, (D, D), ("embed", "norm"), D**-0.5)
         self.bias = None if config.modern else zeros((D,), ("norm",))
         self.norm = norm(config)
 
     def __call__(self, x_BTD):
-        dense = in_use(self.dense, AXES.in_use, x_BTD.dtype)
+        dense = weights_in_use(self.dense, AXES.in_use, self.config)
         x_BTD = add_bias(multiply(gather(x_BTD), dense, seq="residual_seq"), self.bias)
         x_BTD = self.norm(jax.nn.gelu(x_BTD, approximate=False))
         return constrain(x_BTD, "batch", "residual_seq", "act_embed")

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .layers import dot
-from .sharding import AxisNames, constrain, explicit, in_use
+from .sharding import AxisNames, constrain, explicit
+from .stack import weights_in_use
 
 
 def dense(x_BD, weight: nnx.Param, bias: nnx.Param, axes: AxisNames, config) -> jax.Array:
     """X · weight + bias, [B, E], float32. Each device has whole rows."""
-    used_DE = in_use(weight, axes.in_use, config.dtype)[...]
-    y_BE = dot("BD,DE->BE", x_BD.astype(used_DE.dtype), used_DE, explicit("batch", None))
+    used_DE = weights_in_use(weight, axes.in_use, config)[...].astype(config.dtype)
+    y_BE = dot("BD,DE->BE", x_BD.astype(config.dtype), used_DE, explicit("batch", None))
     return constrain(y_BE + constrain(bias[...], None)[None], "batch", None)
 
 

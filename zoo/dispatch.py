@@ -211,10 +211,12 @@ class Route(NamedTuple):
 def exchanges(devices: int, choices: int, load_limit: float = 0.0) -> bool:
     """Whether dropless rows travel to the devices of their experts, or all devices gather all rows.
 
-    A device sends a row no more than `choices` times, instead of `devices` - 1 times. A limit is one
-    of the exchange.
+    No device gets a row twice, so an exchange never sends more than a gather. Over more than two
+    devices a random choice sends fewer bytes: of 8 experts over 8 devices, 0.66 of a gather's. And a
+    device holds ROOM times an even load, instead of `devices` times. Two devices get nearly all rows
+    anyway; then a gather is simpler. A limit is one of the exchange.
     """
-    return choices < devices or (load_limit > 0 and devices > 1)
+    return devices > 2 or choices < devices or (load_limit > 0 and devices > 1)
 
 
 def take_turns(expert_NJ, here: int, axes: tuple[str, ...], load_limit: float):
@@ -284,6 +286,8 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     axes = experts.split["expert"]
     N, J = weight_NJ.shape
     P = count_devices(axes)
+    leaving = N * min(J, P)  # no device gets a row twice
+    arriving = min(room, N * P)
     sent_NJ = route.turn_NJ == turn
     devices_11P = jnp.arange(P)[None, None]
     sent_NP = (sent_NJ[..., None] & (route.device_NJ[..., None] == devices_11P)).sum(axis=1)
@@ -292,12 +296,12 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     place_NP = before(sent_NP.sum(axis=0))[None] + before(sent_NP)
     place_NJ = jnp.take_along_axis(place_NP, route.device_NJ, axis=1)
     place_NJ = jnp.where(sent_NJ, place_NJ, -1)
-    order_M = jnp.argsort(jnp.where(sent_NJ, place_NJ, N * J).reshape(-1))
-    row_M = jnp.where(jnp.arange(N * J) < sent_NP.sum(), order_M // J, -1)
+    order_M = jnp.argsort(jnp.where(sent_NJ, place_NJ, N * J).reshape(-1))[:leaving]
+    row_M = jnp.where(jnp.arange(leaving) < sent_NP.sum(), order_M // J, -1)
 
     def send(y_N):  # [N, ...] → [C, ...], the rows that arrive here
         y_M = spread(y_N[None], row_M[None], place_NJ[None])[0]
-        return checkpoint_name(move(y_M, counts_PP, axes, (N * J, room), N), "dispatched")
+        return checkpoint_name(move(y_M, counts_PP, axes, (leaving, arriving), N), "dispatched")
 
     x_CD = send(x_ND)
     first = jax.lax.axis_index(axes) * experts.here
@@ -307,7 +311,7 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     expert_CJ = both_CJ[:, :J].astype(jnp.int32) - 1 - first
     # The choices of the turn's last row may go beyond the room.
     out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots=room + J - 1)
-    out_MD = jnp.asarray(move(out_CD, counts_PP.T, axes, (room, N * J), N))
+    out_MD = jnp.asarray(move(out_CD, counts_PP.T, axes, (arriving, leaving), N))
     return unite(out_MD[None], place_NJ[None], row_M[None])[0]
 
 

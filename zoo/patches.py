@@ -12,7 +12,8 @@ from flax import nnx
 
 from .gelu import GeluMLP, layer_norm
 from .layers import add_bias, dot, multiply
-from .sharding import constrain, explicit, in_use, param, reshape, shards, zeros
+from .sharding import constrain, explicit, param, reshape, shards, zeros
+from .stack import weights_in_use
 from .strategies import DECODER
 
 
@@ -21,7 +22,7 @@ def embed_patches(
     patch: nnx.Param,
     bias: nnx.Param | None,
     names: dict[str, str],
-    dtype: str,
+    config,
 ) -> jax.Array:
     """Cuts images into patches and multiplies each by `patch` [P, P, C, D]: [B, T, D], row by row.
 
@@ -30,10 +31,10 @@ def embed_patches(
     """
     (B, W, _, C), P = image_BWWC.shape, patch.shape[0]
     G = W // P
-    image = constrain(image_BWWC.astype(dtype), "batch", None, None, None)
+    image = constrain(image_BWWC.astype(config.dtype), "batch", None, None, None)
     rows = reshape(image, (B, G, P, G, P, C), "batch", *[None] * 5)
     patches = reshape(rows.swapaxes(2, 3), (B, G * G, P, P, C), "batch", *[None] * 4)
-    x_BTD = multiply(patches, in_use(patch, names, dtype), contract=3)
+    x_BTD = multiply(patches, weights_in_use(patch, names, config), contract=3)
     return constrain(add_bias(x_BTD, bias), "batch", None, "act_embed")
 
 
@@ -68,7 +69,7 @@ class Pooling(nnx.Module):
         self.mlp = GeluMLP(config, activation=config.activation, rngs=rngs)
 
     def __call__(self, x_BTD):
-        used = in_use(self, DECODER.in_use, self.config.dtype)
+        used = weights_in_use(self, DECODER.in_use, self.config)
         probe_D = constrain(used.probe[...], None)
         where = explicit("batch", None, "act_embed")
         # Where rules split positions, one for each part.

@@ -34,8 +34,9 @@ from .layers import Kind, apply_norm, dot
 from .pairs import EXCHANGES, LOSSES, loss_of_pairs
 from .patches import Pooling, embed_patches, prepend
 from .sharding import (
-    Rules, check_rules, complete_tables, constrain, explicit, in_use, param, variable, zeros,
+    Rules, check_rules, complete_tables, constrain, explicit, param, variable, zeros,
 )  # fmt: skip
+from .stack import weights_in_use
 from .strategies import DECODER, encoder_rules
 from .towers import Tower, image_and_text
 from .vocabulary import copies_in_use, look_up
@@ -185,7 +186,7 @@ class Siglip(nnx.Module):
         """Embeddings of images, [B, E], float32, of length 1."""
         check_rules(AXES.logical_axes)
         config = self.config
-        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, config.dtype)
+        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, config)
         if self.class_token is not None:
             x_BTD = prepend(self.class_token, x_BTD)
         x_BTD = self._add_positions(x_BTD, self.positions)
@@ -208,14 +209,15 @@ class Siglip(nnx.Module):
         return unit(self._project(x_BD.astype(x_BTD.dtype), self.text_head, self.text_head_bias))
 
     def _project(self, x_BD, head: nnx.Param, bias) -> jax.Array:
-        head = in_use(head, AXES.in_use, x_BD.dtype)
-        x_BE = dot("BD,DE->BE", x_BD, head[...], explicit("batch", None))
+        head_DE = weights_in_use(head, AXES.in_use, self.config)[...].astype(x_BD.dtype)
+        x_BE = dot("BD,DE->BE", x_BD, head_DE, explicit("batch", None))
         x_BE = x_BE if bias is None else x_BE + bias[...][None]
         return constrain(x_BE.astype(x_BD.dtype), "batch", "act_embed")
 
     def _add_positions(self, x_BTD, table: nnx.Param) -> jax.Array:
         """Adds learned positions in float32, so that their gradient is summed over B in float32."""
-        table_TD = constrain(in_use(table, AXES.in_use, self.config.dtype)[...], None, "act_embed")
+        table = weights_in_use(table, AXES.in_use, self.config)
+        table_TD = constrain(table[...], None, "act_embed")
         sum_BTD = x_BTD.astype(jnp.float32) + table_TD.astype(jnp.float32)[None]
         return sum_BTD.astype(self.config.dtype)
 

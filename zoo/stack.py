@@ -113,14 +113,21 @@ def layer_in_use(layer, names: dict[str, str], config):
       names: a weight's logical axis at rest → its name in use.
     """
     if config.reduce_dtype:
-        from .float32_sums import wide_in_use
-
-        return wide_in_use(layer, names, config.dtype)
+        return weights_in_use(layer, names, config)
     if not config.matmul:
         return in_use(layer, names | GATHERED_LATER, config.dtype)
     from .low_precision import lowered
 
     return lowered(layer, in_use(layer, names, config.dtype), names, config)
+
+
+def weights_in_use(weights, names: dict[str, str], config):
+    """`in_use` in config.dtype; devices add the weights' gradients in config.reduce_dtype."""
+    if not config.reduce_dtype:
+        return in_use(weights, names, config.dtype)
+    from .float32_sums import wide_in_use
+
+    return wide_in_use(weights, names, config.dtype)
 
 
 def fit_rules(method):

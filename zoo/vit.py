@@ -38,7 +38,7 @@ from .patches import embed_patches, prepend
 from .sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param,
 )  # fmt: skip
-from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack
+from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack, weights_in_use
 from .strategies import DECODER, encoder_rules
 
 
@@ -219,11 +219,12 @@ class ViT(nnx.Module):
 
     def embed_patches(self, image_BWWC) -> jax.Array:
         """The class token and embeddings of all patches, with their positions: [B, T, D]."""
-        dtype = self.config.dtype
-        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, dtype)
+        config = self.config
+        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, config)
         x_BTD = prepend(self.class_token, x_BTD)
-        positions_TD = constrain(in_use(self.positions, AXES.in_use, dtype)[...], None, "act_embed")
-        return (x_BTD + positions_TD.astype(jnp.float32)[None]).astype(dtype)
+        positions = weights_in_use(self.positions, AXES.in_use, config)
+        positions_TD = constrain(positions[...], None, "act_embed")
+        return (x_BTD + positions_TD.astype(jnp.float32)[None]).astype(config.dtype)
 
     @fit_rules
     def classify(self, x_BTD) -> jax.Array:
@@ -272,8 +273,8 @@ class SelfAttention(nnx.Module):
         # k_bias adds the same to all scores of a query, which the softmax cancels. Computing that
         # would train it on rounding errors; it is a parameter because published models have it.
         q, v = add_bias(q, self.q_bias), add_bias(v, self.v_bias)
-        whole = "batch", None, "heads", "head_dim"  # every query sees all positions
-        k, v = constrain(k, *whole), constrain(v, *whole)
+        all_positions = "batch", None, "heads", "head_dim"  # every query sees all positions
+        k, v = constrain(k, *all_positions), constrain(v, *all_positions)
         scores = explicit("batch", "heads", "seq", None)
         scores_BNTS = dot("BTNH,BSNH->BNTS", q * q.shape[-1] ** -0.5, k, scores)
         weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v.dtype)

@@ -104,6 +104,32 @@ def test_a_classifier_has_their_names_and_definition(tmp_path, name):
     np.testing.assert_allclose(found_BK, wanted_BK, atol=2e-6)
 
 
+def test_distilbert_has_their_names_and_no_classifier(tmp_path):
+    """Vectors are a golden's; tests.by_hand.hf_parity has its logits of masked tokens."""
+    model, tensors = write(tmp_path / "d", "DistilBertForMaskedLM", token_types=0)
+    assert {x for x in tensors if not x.startswith("distilbert.transformer.layer.")} == {
+        *(f"vocab_{x}.{y}" for x in ("transform", "layer_norm") for y in ("weight", "bias")),
+        *(f"distilbert.embeddings.{x}_embeddings.weight" for x in ("word", "position")),
+        *(f"distilbert.embeddings.LayerNorm.{x}" for x in ("weight", "bias")),
+        "vocab_projector.bias",
+    }
+    assert hf.Folder(tmp_path / "d").config == model.config
+    file = tmp_path / "d" / "config.json"
+    keys = json.loads(file.read_text())
+    assert (keys["n_layers"], keys["n_heads"], keys["dim"], keys["hidden_dim"]) == (2, 6, 24, 40)
+    file.write_text(json.dumps(keys | {"n_heads": 5}))
+    with pytest.raises(UserError, match="n_heads"):
+        hf.Folder(tmp_path / "d")
+    file.write_text(json.dumps(keys | {"architectures": ["DistilBertForSequenceClassification"]}))
+    with pytest.raises(UserError, match="the nearest is DistilBert"):
+        hf.Folder(tmp_path / "d")
+
+
+@pytest.mark.parametrize(("name", "positions"), [("bert_mean", 64), ("modernbert_mean", 64)])
+def test_a_model_without_learned_positions_has_the_context_of_its_folder(name, positions):
+    assert checkpoint.context(hf.Folder(GOLDEN / name)) == positions
+
+
 def test_a_model_without_a_head_for_masks_is_not_trained_to_fill_them(tmp_path):
     write(tmp_path / "st", task="embed", pooling="cls")
     source = checkpoint.find(f"hf:{tmp_path / 'st'}")

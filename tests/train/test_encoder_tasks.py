@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from tests.conftest import full_except
 from tests.support.encoders import SMALL, written
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
-from tests.support.runs import records
+from tests.support.runs import assert_bit_equal, records, state_of
 from zoo.bert import Bert, Config
 
 pytestmark = pytest.mark.promise("all-pairs")
@@ -173,14 +174,19 @@ def test_a_classifier_learns_from_a_model_that_fills_masks(train, quick, tmp_pat
 
 @pytest.mark.full
 def test_texts_find_their_partners(train, quick, tmp_path):
+    """A run that lost its last steps repeats them bit for bit."""
     rows = [{"anchor": f"<{i:03d}>", "positive": f"it is {i:03d}"} for i in range(400)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--task=embed", f"--workdir={tmp_path / 'run'}", f"--dataset={tmp_path / 'a.jsonl'}")
     flags += ("--size=tiny", "--mesh=4x2", "--pairs=ring", "--accumulate=2")
     out = train(*flags, "--steps=2")
     assert "20 texts are nearest to their own partner among 16" in out
-    out = train(*flags, "--steps=40")
+    out = train(*flags, "--steps=40", "--checkpoint_every=38")
     assert "Resumes at step 2" in out
+    finished = state_of(tmp_path / "run", 40)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "40")
+    assert "Resumes at step 38" in train(*flags, "--steps=40")
+    assert_bit_equal(state_of(tmp_path / "run", 40), finished)
     (start, *_, end) = [loss for (loss,) in records(tmp_path / "run", "loss")]
     assert end < 0.8 * start
     config = checkpoint.config_of(checkpoint.find(tmp_path / "run"))

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from data.text import example
 from data.tokenizer import BYTES
 from recipes.common import entries
 from recipes.common.checkpoint import layout_of
-from recipes.common.entries import ENTRIES, model, sizes
 from recipes.common.language import Sample, Text, Training, model_config
 from recipes.common.report import kernel as kernel_report
 from recipes.common.report.kernel import check, report
@@ -31,7 +30,7 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.layout import Layout, make_layout
+from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.shape import trace_shape
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep, gradients
@@ -39,6 +38,7 @@ from recipes.instruments.bench import kernels as bench_kernels
 from recipes.instruments.bench.common import make_step
 from recipes.transformer import MODEL, main
 from tests.conftest import ROOT, full_except
+from tests.support.absent import H100, MI300, TPU, on
 from tests.support.cudnn import use_xla
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
@@ -46,7 +46,6 @@ from tests.support.quick import quick as quick
 from tests.support.runs import records
 from zoo import splash
 from zoo.attention import attend
-from zoo.config import Compute
 from zoo.flash import TILE
 from zoo.kernels import FLASH_FROM, TRITON_BLOCK, Choice, Settings, block_of
 from zoo.sizes import TRANSFORMER as SIZES
@@ -522,23 +521,6 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
 # ---- the choice ----------------------------------------------------------------------------------
 
 
-@functools.cache
-def on(platform: str, kind: str) -> Layout:
-    """Layout of the tiny model on 4x2 devices of this kind, which need not exist."""
-    mesh = AbstractMesh(
-        (4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2,
-        abstract_device=AbstractDevice(device_kind=kind, num_cores=None, platform=platform),
-    )  # fmt: skip
-    return make_layout(Transformer, TINY, mesh, "fsdp_tp", batch_size=8)
-
-
-TPU, H100, MI300 = (
-    ("tpu", "TPU v5e"),
-    ("gpu", "NVIDIA H100 80GB HBM3"),
-    ("gpu", "AMD Instinct MI300X"),
-)
-
-
 @pytest.mark.parametrize(
     ("device", "T", "segments", "changes", "choice"),
     [
@@ -604,36 +586,6 @@ def test_a_kernel_that_the_devices_lack_is_refused(kernel, device, changes, obst
         UserError, match=f"=attention={kernel} doesn't support {obstacle}; use --set"
     ):
         check(layout)
-
-
-def test_the_table_of_gpu_kernels_is_what_is_chosen(monkeypatch):
-    """Every named size of the models with these kernels, in bfloat16, with rows of 4,096."""
-    configs = [
-        (name, size, dataclasses.replace(make(), dtype="bfloat16"))
-        for name in ENTRIES
-        for size, make in sizes(name).items()
-        if isinstance(make(), Compute)
-    ]
-    sizes_by_kernels: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    with on(*H100).trace():
-        for name, size, config in configs:
-            attention = trace_shape(model(name), config).attention
-            assert attention is not None
-            cells = []
-            for capability, packed in itertools.product((8.0, 9.0), (False, True)):
-                monkeypatch.setattr("zoo.kernels.compute_capability", lambda _, x=capability: x)
-                choice = kernel_report.attention_kernel(config, attention, 4096, packed)
-                cells.append(f"`{choice.kernel}`{choice.obstacle and f': {choice.obstacle}'}")
-            sizes_by_kernels.setdefault(tuple(cells), {}).setdefault(name, []).append(size)
-    *rare, _ = sorted(sizes_by_kernels.items(), key=lambda row: sum(map(len, row[1].values())))
-    wanted = {
-        "; ".join(f"{name} {', '.join(listed)}" for name, listed in named.items()): cells
-        for cells, named in rare
-    } | {"all others": ("`cudnn`",) * 4}
-    page = (ROOT / "recipes" / "docs" / "language_models.md").read_text()
-    table = page.split("<!-- kernels on GPUs -->\n")[1].split("\n\n")[0].splitlines()[2:]
-    rows = (line.strip("| ").split(" | ") for line in table)
-    assert {named: tuple(cells) for named, *cells in rows} == wanted
 
 
 def kernel_of(config: Config, seq_len: int, segments: bool) -> Choice:

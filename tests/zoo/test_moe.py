@@ -23,6 +23,7 @@ from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.shape import ExpertsShape
 from recipes.common.train.step import gradients
+from recipes.instruments.plan.answer import of_layout
 from recipes.instruments.plan.textbook import devices_of_a_row, transfers
 from tests.conftest import full_except
 from tests.support.quick import QUICK
@@ -535,6 +536,7 @@ LOADS = {
     "all rows to one expert": (1, (7,)),
     "other devices for each choice": (3, (0, 2, 4)),
     "one device for two of three choices": (3, (2, 6, 7)),
+    "more choices than devices": (6, (0, 1, 2, 3)),
 }
 
 
@@ -572,11 +574,12 @@ TRAVELS = [
     ("all rows to one expert", "data=1,expert=8", "ep", 1.5),
     ("other devices for each choice", "data=1,expert=4,model=2", "fsdp_ep_tp", 1.5),
     ("one device for two of three choices", "data=2,expert=4", "fsdp_ep", 0.7),
+    ("more choices than devices", "data=2,expert=4", "fsdp_ep", 0.7),
 ]
 
 
 @pytest.mark.parametrize(
-    ("load", "mesh", "strategy", "room"), full_except(TRAVELS, TRAVELS[:1] + TRAVELS[-1:])
+    ("load", "mesh", "strategy", "room"), full_except(TRAVELS, TRAVELS[:1] + TRAVELS[-2:-1])
 )
 def test_rows_travel_to_the_devices_of_their_experts(load, mesh, strategy, room):
     """Whatever the load, nothing is dropped: outputs and gradients are those of one device."""
@@ -658,22 +661,27 @@ def test_a_row_goes_to_fewer_devices_than_it_has_experts(experts, devices, wante
 
 
 @pytest.mark.parametrize(
-    ("mesh", "limit", "line", "kinds"),
+    ("mesh", "choices", "limit", "line", "kinds"),
     [
-        ("data=1,expert=4", 0.0, "rows travel to at most 2 of 4 devices along expert", {"all-to-all"}),
-        ("data=2,expert=2", 0.0, "2 devices along expert gather all rows", {"all-gather", "reduce-scatter"}),
-        ("data=1,expert=4", 1.5, "rows travel to at most 2 of 4 devices along expert, which drop what exceeds 1.5 times an even load", {"all-to-all"}),
+        ("data=1,expert=4", 2, 0.0, "rows travel to at most 2 of 4 devices along expert", {"all-to-all"}),
+        ("data=1,expert=4", 6, 0.0, "rows travel to at most 4 of 4 devices along expert", {"all-to-all"}),
+        ("data=2,expert=2", 2, 0.0, "2 devices along expert gather all rows", {"all-gather", "reduce-scatter"}),
+        ("data=1,expert=4", 2, 1.5, "rows travel to at most 2 of 4 devices along expert, which drop what exceeds 1.5 times an even load", {"all-to-all"}),
     ],
 )  # fmt: skip
-def test_how_rows_reach_dropless_experts_is_decided_by_bytes(mesh, limit, line, kinds):
-    config = dataclasses.replace(Config.tiny(), capacity=None, remat="none", load_limit=limit)
+def test_how_rows_reach_dropless_experts_is_decided_by_bytes(mesh, choices, limit, line, kinds):
+    config = dataclasses.replace(
+        Config.tiny(), experts_per_token=choices, capacity=None, remat="none", load_limit=limit
+    )
     layout = make_layout(MoE, config, make_mesh(mesh), "ep", batch_size=8, seq_len=16)
     assert kernel.experts(layout) == [f"experts: dropless, {line}"]
+    assert f"experts: dropless, {line}" in of_layout(layout)
     sent = [x for x in transfers(layout) if x.purpose == "exchanges"]
     assert {x.kind for x in sent} == kinds
     rows = 8 * 16 / layout.batch_shards * config.embed * 4 * config.num_layers
     n = layout.count_shards("expert")
-    each = 4 * (1 - 15 / 28) * (n - 1) / n if n == 4 else n - 1
+    unchosen = math.comb(6, choices) / math.comb(8, choices)  # a device has two of eight experts
+    each = 4 * (1 - unchosen) * (n - 1) / n if n == 4 else n - 1
     assert sum(x.bytes for x in sent) == pytest.approx(
         4 * rows * each
     )  # there and back, forward and backward

@@ -57,6 +57,7 @@ OPTIONS = [
     ("gpt_oss", "", "matmul=int8"),
     ("deepseek", "", "mtp_depth=1"),
     ("vit", "", "matmul=int8"),
+    ("siglip", "", "clip=true,loss=softmax"),
 ]
 
 
@@ -323,7 +324,10 @@ def dtypes_added(jaxpr: Jaxpr, axis: str) -> set[str]:
 @pytest.mark.parametrize(
     ("entry", "strategy"),
     full_except(
-        [("transformer", "fsdp"), ("moe", "fsdp_ep"), ("deepseek", "fsdp_ep"), ("gpt2", "fsdp")],
+        [
+            *((name, "fsdp") for name in ("transformer", "gpt2", "vit", "siglip", "bert")),
+            *((name, "fsdp_ep") for name in ("moe", "deepseek")),
+        ],
         [("transformer", "fsdp")],
     ),
 )

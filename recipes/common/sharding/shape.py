@@ -106,6 +106,7 @@ class LayerShape:
     matrices: int = 3  # [D, F] of the MLP or an expert: gate, up and down; 2 without a gate
     experts: ExpertsShape | None = None
     positions: int = 0  # of an example, if not the model's
+    embed: int = 0  # D, width of the residual stream: of a tower
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,7 @@ class Shape:
     text_positions: int = 0  # of its text, of a model with two towers
     # Fields of the config on how to compute; None: it has no such field.
     dtype: str | None = None  # of activations and matmuls; None: float32
+    kernel: str | None = None  # of attention, or "auto"; None: XLA's
     remat: str | None = None
     matmul: str | None = None
     matmul_backward: str | None = None
@@ -229,6 +231,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         positions=1 if vocab_size else learned or model.positions,
         text_positions=of_text,
         dtype=_stated(config, "dtype"),
+        kernel=_stated(config, "attention"),
         remat=_stated(config, "remat"),
         matmul=_stated(config, "matmul"),
         matmul_backward=_stated(config, "matmul_backward"),
@@ -341,6 +344,7 @@ def _layer(
             others += matrices
     return LayerShape(
         count=1,
+        embed=embed,
         attention=attention,
         recurrence=recurrence,
         mlp=sum(math.prod(n) for _, n in others) // (embed * len(others)) if others else 0,

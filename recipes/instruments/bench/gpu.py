@@ -113,8 +113,8 @@ TOY: dict[str, Any] = dict(
 def gpu(flags: GpuFlags) -> None:
     if flags.toy:
         default = GpuFlags()
-        given = {name for name in TOY if getattr(flags, name) != getattr(default, name)}
-        flags = dataclasses.replace(flags, **{k: v for k, v in TOY.items() if k not in given})
+        changed = {name for name in TOY if getattr(flags, name) != getattr(default, name)}
+        flags = dataclasses.replace(flags, **{k: v for k, v in TOY.items() if k not in changed})
     if flags.row:
         try:
             row = to_row(json.loads(flags.row))
