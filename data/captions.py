@@ -80,8 +80,8 @@ class Texts:
         rows = np.full((len(texts), self._length), self._padding, np.int32)
         most = self._length - len(self._start) - len(self._end)
         for row, tokens in zip(rows, self._tokenizer.encode(texts), strict=True):
-            whole = [*self._start, *tokens[:most], *self._end]
-            row[: len(whole)] = whole
+            around = [*self._start, *tokens[:most], *self._end]
+            row[: len(around)] = around
         return rows
 
 
@@ -165,8 +165,8 @@ def load(
     Raises DataError if there is no such dataset, or its pictures, captions or names can't be used.
     """
     texts = texts or Texts(max_positions)
-    found = None if dataset == "digits" else image_text.find(dataset, image_column, caption_column)
-    if found is None:
+    splits = None if dataset == "digits" else image_text.find(dataset, image_column, caption_column)
+    if splits is None:
         data = images.load(
             dataset, image_size, channels, labels, mean, std, resample, crop, flip, image_column,
             label_column, seed, center_crop,
@@ -178,11 +178,11 @@ def load(
         choices = [[by_class[i] for i in part.label_N] for part in parts]
         notes = ()
     else:
-        channels = channels or _channels(found[0], dataset)
+        channels = channels or _channels(splits[0], dataset)
         form = images.Form(image_size, channels, resample, center_crop)
-        keep = images.fits_in_memory(sum(map(len, found)), form)
+        keep = images.fits_in_memory(sum(map(len, splits)), form)
         loaded = []
-        for pairs in found:
+        for pairs in splits:
             pixels: Any = Encoded(pairs, dataset, form)
             pixels = images.taken(pixels, range(len(pairs))) if keep else pixels
             loaded.append(images.Part(pixels, np.zeros(len(pairs), np.int32)))
@@ -190,9 +190,9 @@ def load(
         augment = images.Augment(crop, flip, seed)
         data = images.normalized(train, test, form, mean, std, augment)
         data.config["labels"] = ()
-        data.facts.update(dataset=dataset, fingerprint=_fingerprint(found, form))
-        choices = [[pair.captions for pair in pairs] for pairs in found]
-        notes = _notes(found, texts)
+        data.facts.update(dataset=dataset, fingerprint=_fingerprint(splits, form))
+        choices = [[pair.captions for pair in pairs] for pairs in splits]
+        notes = _notes(splits, texts)
     return data._replace(
         train=Captioned(data.train, choices[0], texts, key=(seed, 1)),
         held_out=Captioned(data.held_out, choices[1], texts, key=(0, 0)),
@@ -206,29 +206,29 @@ def load(
 
 def _channels(pairs: list[image_text.Pair], dataset: str) -> int:
     """3 if any of the first pictures is colored, or else 1."""
-    found = set()
+    channels = set()
     for pair in pairs[: images.SAMPLE]:
         try:
             with PIL.Image.open(io.BytesIO(pair.place.read())) as picture:
-                found.add(images.channels_of(picture))
+                channels.add(images.channels_of(picture))
         except (OSError, SyntaxError, ValueError):
             raise images.broken(dataset, pair.name) from None
-    return max(found)
+    return max(channels)
 
 
-def _fingerprint(found: image_text.Pairs, form: images.Form) -> str:
+def _fingerprint(splits: image_text.Pairs, form: images.Form) -> str:
     """SHA-256 of the form, names and sizes of pictures, and captions."""
     digest = hashlib.sha256(repr(form.key).encode())
-    for pairs in found:
+    for pairs in splits:
         for pair in pairs:
             digest.update(repr((pair.name, pair.place.size, pair.captions)).encode())
         digest.update(b"\n")
     return digest.hexdigest()
 
 
-def _notes(found: image_text.Pairs, texts: Texts) -> tuple[str, ...]:
+def _notes(splits: image_text.Pairs, texts: Texts) -> tuple[str, ...]:
     """Lines that say how many pairs there are, and which captions are cut."""
-    train, held_out = found
+    train, held_out = splits
     lines = [f"Pairs: {len(train):,} to train on, {len(held_out):,} held out."]
     sample = [caption for pair in train[: images.SAMPLE] for caption in pair.captions]
     if cut := texts.cut(sample):

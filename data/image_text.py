@@ -96,8 +96,8 @@ def _files(dataset: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file())
         return path, [file for file in inside if not buckets.is_hidden(file.relative_to(path))]
-    found = sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
-    files = [file for file in found if file.is_file()]
+    paths = sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
+    files = [file for file in paths if file.is_file()]
     return pathlib.Path(os.path.commonpath([file.parent for file in files] or ["."])), files
 
 

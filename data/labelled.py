@@ -58,7 +58,7 @@ def load(
     """
     tokenizer = tokenizer or BYTES
     made = _made() if dataset == "stdlib" else ()
-    parts = [*whole_texts.splits(dataset, eval_dataset, made, text_column)]
+    parts = [*whole_texts.splits(dataset, eval_dataset, made, text_column, "text_column")]
     named = [[_label(row, label_column, where) for where, row in part] for part in parts]
     names = classes(named[0], labels)
     if len(names) < 2:

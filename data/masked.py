@@ -85,13 +85,13 @@ def mask_token(tokenizer: Tokenizer) -> int:
     """The id of the token that stands for a masked one. Raises DataError if there is none."""
     if not tokenizer.files:
         return MASK
-    found = tokenizer.control("mask")
-    if found is None:
+    mask = tokenizer.control("mask")
+    if mask is None:
         raise DataError(
             f"--tokenizer={tokenizer.name} names no mask_token in its tokenizer_config.json; use an "
             "encoder's tokenizer, or bytes"
         )
-    return found[0]
+    return mask[0]
 
 
 def load(
@@ -135,10 +135,12 @@ def load_one_by_one(
 
     Raises DataError if there is no such text, or no mask token.
     """
-    found = sources.find(dataset, text_column, train_only=not held_out)
-    if any(source.form() != TEXT for source in found):
+    text_sources = sources.find(dataset, text_column, train_only=not held_out)
+    if any(source.form() != TEXT for source in text_sources):
         raise DataError(f"--dataset={dataset} has conversations; use rows of text for an encoder")
-    parts = (part for source in found for part in source.parts() if part.held_out == held_out)
+    parts = (
+        part for source in text_sources for part in source.parts() if part.held_out == held_out
+    )
     texts = whole_texts.encode_windows((part.text for part in parts), tokenizer, seq_len)
     rows = OneByOne(texts, tokenizer)
     if not len(rows):

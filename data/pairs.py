@@ -83,8 +83,8 @@ def load(
     train, held_out = read(dataset)
     if eval_dataset:
         train += held_out or []
-        given, of_split = read(eval_dataset)
-        held_out = given + (of_split or [])
+        own, of_split = read(eval_dataset)
+        held_out = own + (of_split or [])
     elif held_out is None:
         train, held_out = _split(train, dataset)
     parts = {"Training data": Pairs(train, seq_len), "Held out": Pairs(held_out, seq_len)}

@@ -53,7 +53,7 @@ def load(
     tokenizer = tokenizer or BYTES
     columns = {"anchor_column": anchor_column, "positive_column": positive_column}
     made = _made(*columns.values()) if dataset == "stdlib" else ()
-    parts = whole_texts.splits(dataset, eval_dataset, made, anchor_column)
+    parts = whole_texts.splits(dataset, eval_dataset, made, anchor_column, "anchor_column")
     pairs = []
     for part in parts:
         sides = [

@@ -23,7 +23,7 @@ class Function(NamedTuple):
 @functools.cache
 def functions() -> tuple[Function, ...]:
     """Documented functions, in an order that depends on the files alone."""
-    found = {}
+    by_docstring = {}
     for text in _texts():
         lines = text.splitlines()
         for node in ast.walk(_parsed(text)):
@@ -36,14 +36,14 @@ def functions() -> tuple[Function, ...]:
             code = [*lines[node.lineno - 1 : begin], *lines[end : node.end_lineno]]
             joined = "\n".join(code).strip()
             if len(joined) >= LEAST:
-                found[docstring] = Function(docstring, joined[:MOST])
-    return tuple(found.values())
+                by_docstring[docstring] = Function(docstring, joined[:MOST])
+    return tuple(by_docstring.values())
 
 
 @functools.cache
 def comments() -> tuple[str, ...]:
     """Comments of one line or several, without their marks."""
-    found, lines = {}, []
+    texts, lines = {}, []
     for text in _texts():
         for line in (*text.splitlines(), ""):
             stripped = line.strip()
@@ -52,9 +52,9 @@ def comments() -> tuple[str, ...]:
                 continue
             joined = " ".join(" ".join(lines).split())[:MOST]
             if len(joined) >= LEAST // 2:
-                found[joined] = None
+                texts[joined] = None
             lines = []
-    return tuple(found)
+    return tuple(texts)
 
 
 @functools.cache

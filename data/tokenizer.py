@@ -201,9 +201,9 @@ class Tokenizer:
             ):
                 end += 1  # perhaps in the middle of a character
             text = self.decode(tokens[first:end], after=self.a_text if first else ())
-            whole = text.rstrip("\ufffd")
-            size += len(whole.encode())
-            if ends := len(text) - len(whole):
+            complete = text.rstrip("\ufffd")
+            size += len(complete.encode())
+            if ends := len(text) - len(complete):
                 size += self._bytes_at_the_end(tokens[first:end], ends)
             first = end
         return size

@@ -126,13 +126,13 @@ def text(row: Any, column: str, flag: str, where: str) -> str:
 
 
 def splits(
-    dataset: str, eval_dataset: str, made: Sequence[Row], key: str
+    dataset: str, eval_dataset: str, made: Sequence[Row], column: str, flag: str
 ) -> tuple[list[Row], list[Row]]:
     """Rows to train on and rows to evaluate on. Raises DataError if one of them would be empty.
 
     Args:
       made: the rows of --dataset=stdlib.
-      key: the column whose hash decides what is held out, if no split is given.
+      column: its hash decides what is held out, if no split is given; `flag` names it.
     """
 
     def read(name: str) -> tuple[list[Row], list[Row] | None]:
@@ -148,8 +148,10 @@ def splits(
         held_out += of_split or []
     elif held_out is None:
         digests = [
-            hashlib.sha256(json.dumps(row.get(key), default=str).encode()).digest()
-            for _, row in train
+            hashlib.sha256(
+                json.dumps(cell(row, column, flag, where), default=str).encode()
+            ).digest()
+            for where, row in train
         ]
         distinct = sorted({*digests})
         if len(distinct) < 2:

@@ -32,8 +32,9 @@ from recipes.common.train.new_parts import NewParts
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.bert import SIZES, TASKS, Bert, Config
+from zoo.bert import TASKS, Bert, Config
 from zoo.pairs import EXCHANGES
+from zoo.sizes import BERT as SIZES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,8 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
     language.check_heads(layout)
     check_offload(layout, training.offload)
     if run.plan:
+        texts_at_once = run.batch_size * (2 if task == "embed" else 1)
+        layout = dataclasses.replace(layout, batch_size=texts_at_once)
         return print0(*plan(layout, training.accumulate, training.offload, training.optimizer))
     print0(*texts.notes, *kernel.report(layout, text.seq_len, True), *kernel.matmul(layout))
     print0(*describe_set(flags))

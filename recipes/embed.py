@@ -60,7 +60,7 @@ class Embed(Settings):
 
 def main(devices: Devices, flags: Embed) -> None:
     # ---- Check the flags and read the texts before anything is computed --------------------------
-    source, out = given(flags), new_file(flags.out)
+    source, out = find_model(flags), new_file(flags.out)
     mesh, tokenizer = make_mesh(devices.mesh), checkpoint.tokenizer_for(flags.tokenizer, source)
     dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
     config = checkpoint.config_of(source)
@@ -68,8 +68,8 @@ def main(devices: Devices, flags: Embed) -> None:
     if config.task == "fill":  # without a vector of its own
         compute = {"pooling": "mean"} | compute
     most = flags.seq_len or min(checkpoint.context(source), LONGEST)
-    found = read(flags)
-    texts = whole_texts.encode(found, tokenizer, most)
+    strings = read(flags)
+    texts = whole_texts.encode(strings, tokenizer, most)
     layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=most, **compute)
     if layout.seq_shards == 1:  # rows need be no longer than the longest text
         texts.length = min(-(-texts.longest // 8) * 8, most)
@@ -90,7 +90,7 @@ def main(devices: Devices, flags: Embed) -> None:
     took = time.perf_counter() - begun
     if is_first():
         with folders.write_errors(flags.out):
-            write(out, found, vectors)
+            write(out, strings, vectors)
     way = f"{layout.config.pooling}{', of length 1' if layout.config.normalize else ''}"
     print0(
         f"{len(texts):,} vectors of {vectors.shape[1]} numbers ({way}) in {took:.1f} s: {flags.out}"
@@ -141,7 +141,7 @@ def write(out: pathlib.Path, texts: list[str], vectors: np.ndarray) -> None:
     folders.write(out, file.getvalue())
 
 
-def given(flags: Embed) -> checkpoint.Source:
+def find_model(flags: Embed) -> checkpoint.Source:
     """The model. Raises UserError if it, the texts or the file to write are missing."""
     for name in ("restore_from", "dataset", "out"):
         if not getattr(flags, name):

@@ -93,7 +93,7 @@ class Evaluate(Settings):
 def main(devices: Devices, flags: Evaluate) -> None:
     # ---- Check the flags before anything is computed ---------------------------------------------
     mesh, out = make_mesh(devices.mesh), folders.new_path(flags.out, "out") if flags.out else None
-    source = given(flags)
+    source = find_model(flags)
     asked = load_tasks(flags) if flags.tasks else None
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
     if flags.labels:
@@ -218,12 +218,15 @@ def load(
     return data
 
 
-def given(flags: Evaluate) -> checkpoint.Source:
+def find_model(flags: Evaluate) -> checkpoint.Source:
     """The model to evaluate. Raises UserError if it, or a text or task, is missing."""
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     if flags.labels and (flags.tasks or flags.weights or not flags.dataset):
         raise UserError("--labels needs --dataset=PICTURES, and neither --tasks nor --weights")
+    for template in split(flags.templates):
+        if template and "{}" not in template:
+            raise UserError(f"--templates has {template!r} without {{}} for a class's name; add it")
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
     source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)

@@ -94,12 +94,12 @@ def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> N
 
     # ---- What it has learned: pictures are classified by captions alone, or find their own -------
     (nats, count), (right, _) = metrics["loss"], metrics["accuracy"]
-    found, among = (
+    measure, among = (
         ("Zero-shot accuracy", f"by the captions of {len(config.labels)} classes")
         if config.labels
         else ("Retrieval", f"find their own caption among those of {run.batch_size} pairs")
     )
-    print0(f"{found} {right / count:.4f}: {right:.0f} of {count:.0f} held-out images {among}; "
+    print0(f"{measure} {right / count:.4f}: {right:.0f} of {count:.0f} held-out images {among}; "
            f"loss {nats / count:.4f} nats.")  # fmt: skip
     finish(folder, layout, log)
 

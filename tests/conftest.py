@@ -15,6 +15,8 @@ gc.disable()  # until all tests are imported: this allocates much and frees litt
 ROOT = pathlib.Path(__file__).parent.parent
 os.environ["NPROC"] = "32"  # see recipes/common/runtime/mesh.py: room for two programs in flight
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Programs would carry the calls that led to each instruction: 5% of the time to compile them.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -40,6 +42,9 @@ def pytest_addoption(parser):
         "--full", action="store_true", help="run the complete proof, not one case each"
     )
     parser.addoption("--kills", type=int, default=3, help="how often test_crashes.py kills a run")
+    parser.addoption(
+        "--run", default="transformer --mesh=4x2", help="the recipe that it kills, and its flags"
+    )
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
     parser.addoption("--promise", metavar="NAME", help="run the tests of one promise of README.md")
     parser.addoption("--promises", action="store_true", help="list the promises and their tests")
@@ -81,6 +86,7 @@ def full_except(cases: Iterable, fast: Iterable) -> list:
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+    gc.set_threshold(10_000, 10, 10)  # by default, 7% of the time, for little that traces leave
 
 
 def pytest_sessionfinish(session):
@@ -160,6 +166,14 @@ def strict():
     """Turns implicit dtype and rank promotion into errors. Our models pass; optax doesn't."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture
+def named_lines():
+    """Programs name the lines of their instructions, as outside of tests."""
+    jax.config.update("jax_traceback_in_locations_limit", 100)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

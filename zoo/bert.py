@@ -108,17 +108,6 @@ class Config(Compute):
         return cls(30_522, 1_024, 24, num_heads=16, mlp=4_096)
 
     @classmethod
-    def roberta_base(cls) -> "Config":
-        """124,695,897 parameters. RoBERTa base."""
-        roberta = dataclasses.replace(cls.bert_base(), vocab_size=50_265, token_types=1)
-        return dataclasses.replace(roberta, norm_eps=1e-5)
-
-    @classmethod
-    def xlmr_base(cls) -> "Config":
-        """278,293,650 parameters. XLM-R base."""
-        return dataclasses.replace(cls.roberta_base(), vocab_size=250_002)
-
-    @classmethod
     def modern_base(cls) -> "Config":
         """149,655,232 parameters. ModernBERT base, for rows of 8,192 tokens."""
         return cls._modern(50_368, 768, 22, num_heads=12, mlp=1_152, window=65)
@@ -146,8 +135,6 @@ SIZES = {
     "small": Config.small,
     "bert_base": Config.bert_base,
     "bert_large": Config.bert_large,
-    "roberta_base": Config.roberta_base,
-    "xlmr_base": Config.xlmr_base,
     "modern_base": Config.modern_base,
     "modern_large": Config.modern_large,
 }

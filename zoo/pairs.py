@@ -83,10 +83,10 @@ def _on_device(loss, exchange, axes, n, x_bD, y_bD, counted_b, scale, bias):
             nats_bc = jnp.where(pair_bc, -jax.nn.log_sigmoid(signed_bc), 0)
             return Rows(rows.total + nats_bc.sum(), rows.log_sum_b), columns
         score_bc = jnp.where(pair_bc, score_bc, NOT_SEEN)
-        found = jnp.where(partner_bc & pair_bc, score_bc, 0).sum()
+        partners = jnp.where(partner_bc & pair_bc, score_bc, 0).sum()
         row_sum_b = jnp.logaddexp(rows.log_sum_b, jax.nn.logsumexp(score_bc, axis=1))
         column_sum_c = jnp.logaddexp(columns.log_sum_c, jax.nn.logsumexp(score_bc, axis=0))
-        return Rows(rows.total - 2 * found, row_sum_b), columns._replace(log_sum_c=column_sum_c)
+        return Rows(rows.total - 2 * partners, row_sum_b), columns._replace(log_sum_c=column_sum_c)
 
     if exchange == "gather" and n > 1:
         gather = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)

@@ -1,5 +1,8 @@
-"""Published sizes of Llama's relatives and CLIP, beside those in transformer.py, moe.py and siglip.py."""
+"""Published sizes of relatives: of Llama, BERT and SigLIP, beside those in the models' files."""
 
+import dataclasses
+
+from .bert import SIZES as BERT_SIZES, Config as BertConfig
 from .layers import Kind
 from .rope_scaling import Yarn
 from .moe import SIZES as MOE_SIZES, Config as MoEConfig
@@ -185,6 +188,17 @@ def clip_l14() -> SiglipConfig:
     )  # fmt: skip
 
 
+def roberta_base() -> BertConfig:
+    """124,695,897 parameters. RoBERTa base."""
+    sizes = {"vocab_size": 50_265, "token_types": 1, "norm_eps": 1e-5}
+    return dataclasses.replace(BertConfig.bert_base(), **sizes)
+
+
+def xlmr_base() -> BertConfig:
+    """278,293,650 parameters. XLM-R base."""
+    return dataclasses.replace(roberta_base(), vocab_size=250_002)
+
+
 TRANSFORMER = TRANSFORMER_SIZES | {
     "mistral_small_24b": mistral_small_24b,
     "ministral3_8b": ministral3_8b,
@@ -206,4 +220,5 @@ MOE = MOE_SIZES | {
     "glm45": glm45,
 }
 
+BERT = BERT_SIZES | {"roberta_base": roberta_base, "xlmr_base": xlmr_base}
 SIGLIP = SIGLIP_SIZES | {"clip_b32": clip_b32, "clip_l14": clip_l14}

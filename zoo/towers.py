@@ -52,9 +52,9 @@ def image_and_text(config) -> tuple[TowerConfig, TowerConfig]:
     text = config.text_tower or own
     if len(text) != len(own):
         raise ValueError(f"text_tower={text} has {len(text)} numbers instead of {len(own)}")
-    how = {field.name: getattr(config, field.name) for field in dataclasses.fields(Compute)}
+    compute = {field.name: vars(config)[field.name] for field in dataclasses.fields(Compute)}
     make = functools.partial(TowerConfig, norm_eps=config.norm_eps, activation=config.activation)
-    return make(*own, causal=False, **how), make(*text, causal=config.clip, **how)
+    return make(*own, causal=False, **compute), make(*text, causal=config.clip, **compute)
 
 
 class Layer(nnx.Module):

@@ -273,8 +273,8 @@ class SelfAttention(nnx.Module):
         # k_bias adds the same to all scores of a query, which the softmax cancels. Computing that
         # would train it on rounding errors; it is a parameter because published models have it.
         q, v = add_bias(q, self.q_bias), add_bias(v, self.v_bias)
-        whole = "batch", None, "heads", "head_dim"  # every query sees all positions
-        k, v = constrain(k, *whole), constrain(v, *whole)
+        all_positions = "batch", None, "heads", "head_dim"  # every query sees all positions
+        k, v = constrain(k, *all_positions), constrain(v, *all_positions)
         scores = explicit("batch", "heads", "seq", None)
         scores_BNTS = dot("BTNH,BSNH->BNTS", q * q.shape[-1] ** -0.5, k, scores)
         weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v.dtype)

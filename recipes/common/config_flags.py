@@ -348,9 +348,11 @@ def _read_scaling(keys: dict[str, Any]) -> Any:
     known |= {*family.YARN, *family.LLAMA3}
     for name in keys.keys() - known:
         raise UserError(f"{flag} has {name!r}, which is not one of {', '.join(sorted(known))}")
-    given = {"rope_scaling": keys, context: keys.get(context)}
+    config_json = {"rope_scaling": keys, context: keys.get(context)}
     try:
-        _, scaling = family.ConfigFile(given, pathlib.Path(flag), "layers").rope(by_length=True)
+        _, scaling = family.ConfigFile(config_json, pathlib.Path(flag), "layers").rope(
+            by_length=True
+        )
     except UserError as error:  # which knows of files only
         raise UserError(f"{str(error).rpartition(';')[0]}; use a different value") from None
     return scaling

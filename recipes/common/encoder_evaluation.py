@@ -30,8 +30,8 @@ def load(name: str, flags: Any, length: int, tokenizer: Tokenizer, config: Any) 
         data = masked.load_one_by_one(name, flags.text_column, length, tokenizer, held_out)
         print0(*data.notes)
         return data
-    columns, given = (flags.text_column, flags.label_column), name if flags.part == "all" else ""
-    data = labelled.load(name, *columns, length, tokenizer, given, config.labels)
+    columns, held_out = (flags.text_column, flags.label_column), name if flags.part == "all" else ""
+    data = labelled.load(name, *columns, length, tokenizer, held_out, config.labels)
     if data.config["labels"] != config.labels:
         raise UserError(
             f"--dataset={name} has the labels {', '.join(data.config['labels'][:10])}, and the model's "

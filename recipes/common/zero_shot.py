@@ -91,9 +91,9 @@ def pictures(dataset: str, names: list[str], config: Any, part: str) -> list[Dat
         dataset, config.image_size, config.channels, names, config.mean, config.std, config.resample,
         center_crop=config.center_crop,
     )  # fmt: skip
-    found = data.config["labels"]
-    if list(found) != names:
-        other = next(name for name in found if name not in names)
+    classes = data.config["labels"]
+    if list(classes) != names:
+        other = next(name for name in classes if name not in names)
         raise UserError(f"--dataset={dataset} has class {other!r}, which --labels lacks; add it")
     return [data] if part == "held_out" else [data._replace(held_out=data.train), data]
 
@@ -114,7 +114,7 @@ def evaluate(
 
     for data in parts:
         for rows in held_out_batches(data, layout.batch_size, layout.process_rows):
-            given = variables, class_KD, to_devices(rows, layout)
-            program = program or layout.compile(count, *given, out_shardings=layout.replicated)
-            total += np.array([float(x) for x in program(*given)])
+            inputs = variables, class_KD, to_devices(rows, layout)
+            program = program or layout.compile(count, *inputs, out_shardings=layout.replicated)
+            total += np.array([float(x) for x in program(*inputs)])
     return total[0], total[1]

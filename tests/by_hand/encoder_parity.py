@@ -19,8 +19,8 @@ import numpy as np
 import tests.conftest  # noqa: F401, simulates the devices
 from recipes.common import checkpoint
 from recipes.common.mesh import make_mesh
+from tests.by_hand.hf_parity import DISTIL, MODERN, ROBERTA, TOLERANCE, export, params_of
 from tests.by_hand.hf_parity import ENCODER as BERT
-from tests.by_hand.hf_parity import MODERN, ROBERTA, TOLERANCE, export, params_of
 from tests.support.golden_folders import GOLDEN
 
 MESHES = ("1x1", "4x2", "2x2x2")
@@ -43,6 +43,7 @@ CASES = {
     "bert_pooler": Case("BertModel", BERT, golden=False),
     "bert_classes": Case("BertForSequenceClassification", BERT | CLASSES),
     "bert_mean": Case("BertModel", BERT, ("mean", "normalize")),
+    "distilbert_mean": Case("DistilBertModel", DISTIL, ("mean",)),
     "roberta_pooler": Case("RobertaModel", ROBERTA, golden=False),
     "roberta_classes": Case("RobertaForSequenceClassification", ROBERTA | CLASSES),
     "roberta_cls": Case("RobertaModel", ROBERTA | {"type_vocab_size": 1}, ("cls",)),

@@ -235,6 +235,7 @@ FAMILIES |= {  # two towers, at sizes that no mesh axis divides but the width of
 }  # fmt: skip
 ENCODER = {"vocab_size": 67, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 40}
 ROBERTA = ENCODER | {"max_position_embeddings": 42, "pad_token_id": 1, "layer_norm_eps": 1e-5}
+DISTIL = {"vocab_size": 67, "dim": 24, "n_layers": 2, "n_heads": 6, "hidden_dim": 40}
 MODERN = ENCODER | {"num_hidden_layers": 4, "local_attention": 8, "norm_eps": 1e-4}
 MODERN |= {
     "bos_token_id": 2,
@@ -247,6 +248,7 @@ FAMILIES |= {  # encoders of text; sizes that no mesh axis divides
     "bert": Family("BertConfig", ENCODER),
     "roberta": Family("RobertaConfig", ROBERTA | {"type_vocab_size": 1}),
     "xlmr": Family("XLMRobertaConfig", ROBERTA),
+    "distilbert": Family("DistilBertConfig", DISTIL),
     "modernbert": Family("ModernBertConfig", MODERN, "bfloat16"),
 }
 FAMILIES |= {
@@ -489,7 +491,7 @@ NOT_GOLDEN = {"qwen3_moe_dense", "phi3_short", "odd_qwen2_moe", "glm"}
 NOT_GOLDEN |= {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
 NOT_GOLDEN |= {"siglip_unlike", "clip_older", "odd_gpt2", "odd_gemma3", "odd_gpt_oss", "odd_vit"}
-NOT_GOLDEN |= {"deepseek_v2", "odd_deepseek_v3", "odd_deepseek_v2"}
+NOT_GOLDEN |= {"deepseek_v2", "odd_deepseek_v3", "odd_deepseek_v2", "distilbert"}
 
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],

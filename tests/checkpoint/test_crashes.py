@@ -1,6 +1,7 @@
 """A run killed with SIGKILL at any moment and started again ends equal to an uninterrupted one.
 
 pytest tests/checkpoint/test_crashes.py --full --kills=20 -s   # the long version; prints where each kill fell
+... --run="moe --mesh=data=2,expert=4 --capacity=none"           # another run
 """
 
 import os
@@ -20,16 +21,23 @@ from tests.support.runs import TINY, assert_bit_equal, records, state_of, steps_
 pytestmark = [pytest.mark.promise("resume"), pytest.mark.full]  # a dozen real processes
 
 STEPS = 36
-FLAGS = (*TINY, "--mesh=4x2", f"--steps={STEPS}", "--checkpoint_every=3", "--log_every=1")
+FLAGS = (*TINY, f"--steps={STEPS}", "--checkpoint_every=3", "--log_every=1")
 FLAGS += ("--eval_every=6", "--keep_best")
 
 
-def start(book, workdir):
-    command = [sys.executable, "-m", "recipes.transformer", *FLAGS, book, f"--workdir={workdir}"]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def start(request, book):
+    """Starts the run of --run in a workdir."""
+    recipe, *flags = request.config.getoption("--run").split()
+    command = [sys.executable, "-m", f"recipes.{recipe}", *FLAGS, *flags, book]
+
+    def start(workdir):
+        return subprocess.Popen(
+            [*command, f"--workdir={workdir}"], cwd=ROOT, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
+        )  # fmt: skip
+
+    return start
 
 
 def newest(workdir) -> int:
@@ -80,20 +88,20 @@ def kill_at(process, workdir, moment: str, chance: random.Random) -> str:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, book):
+def uninterrupted(tmp_path_factory, start):
     workdir = tmp_path_factory.mktemp("uninterrupted")
-    process = start(book, workdir)
+    process = start(workdir)
     out, _ = process.communicate()
     assert process.returncode == 0, out
     return workdir
 
 
-def test_a_run_survives_a_kill_at_any_moment(request, uninterrupted, book, tmp_path):
+def test_a_run_survives_a_kill_at_any_moment(request, uninterrupted, start, tmp_path):
     kills, chance = request.config.getoption("--kills"), random.Random(0)
     moments = (["save", "init", "step", "restore"] * kills)[:kills]
     workdir, fell = tmp_path / "w", 0
     for number, moment in enumerate(moments):
-        where = kill_at(start(book, workdir), workdir, moment, chance)
+        where = kill_at(start(workdir), workdir, moment, chance)
         print(f"kill {number + 1}: {where}", flush=True)
         fell += "exit  -9" in where
         for step in checkpoint.steps_in(workdir / "checkpoints"):
@@ -102,14 +110,14 @@ def test_a_run_survives_a_kill_at_any_moment(request, uninterrupted, book, tmp_p
         assert all(checkpoint.verify(workdir / "best" / str(step)) == "" for step in best)
         assert best or newest(workdir) <= 6, "once there, it stays"
         if newest(workdir) > STEPS - 12:  # little is left to kill: finish it and start another
-            check(uninterrupted, book, workdir)
+            check(uninterrupted, start, workdir)
             workdir = tmp_path / f"w{number}"
     assert fell > kills * 0.8, "the others had finished before"
-    check(uninterrupted, book, workdir)
+    check(uninterrupted, start, workdir)
 
 
-def check(uninterrupted, book, workdir):
-    process = start(book, workdir)
+def check(uninterrupted, start, workdir):
+    process = start(workdir)
     out, _ = process.communicate()
     assert process.returncode == 0, out
     assert steps_saved(workdir) == steps_saved(uninterrupted), "and nothing unfinished is left"

@@ -73,10 +73,11 @@ def files_of(folder: pathlib.Path) -> list[str]:
 
 
 def test_there_is_one_for_each_of_ours_and_together_they_are_small():
-    assert {"dot_relu_dot.teacher", "mlp.digits", "transformer.stdlib_3m"} == {*NAMES}
+    names = {"dot_relu_dot.teacher", "mlp.digits", "siglip.digits", "transformer.stdlib_3m"}
+    assert {*NAMES} == names
     assert {name.split(".")[0] for name in NAMES} <= set(ENTRIES)
     sizes = [path.stat().st_size for path in checkpoint.PUBLISHED.rglob("*") if path.is_file()]
-    assert sum(sizes) < 12 * MIB
+    assert sum(sizes) < 12.25 * MIB
 
 
 @pytest.mark.parametrize(("name", "strategy", "mesh"), full_except(FITTING, ON_FAST.values()))
@@ -289,7 +290,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
         checkpoint.restore("mlp.digit", make_mesh("8"))
     assert str(caught.value) == (
         "--restore_from=mlp.digit does not exist; use a run's workdir or a checkpoint; "
-        "the zoo has dot_relu_dot.teacher, mlp.digits, transformer.stdlib_3m"
+        "the zoo has dot_relu_dot.teacher, mlp.digits, siglip.digits, transformer.stdlib_3m"
     )
 
 

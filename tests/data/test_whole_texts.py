@@ -109,6 +109,8 @@ def test_mistakes_in_labelled_texts_name_the_row(tmp_path):
         labelled.load(file, eval_dataset=other)
     with pytest.raises(DataError, match="has a single class, 'yes'; add texts of another one"):
         labelled.load(write(tmp_path / "c.jsonl", rows(["yes"])))
+    with pytest.raises(DataError, match="line 1 has no column 'body'; it has 'text', 'label': set"):
+        labelled.load(file, text_column="body")
     with pytest.raises(DataError, match="has 1 different texts, and one is held out"):
         labelled.load(write(tmp_path / "d.jsonl", good[:1]))
 
@@ -126,6 +128,8 @@ def test_pairs_have_both_texts_in_one_row(tmp_path):
     assert last["counted"].tolist() == [True, False, False, False]
     with pytest.raises(DataError, match="line 1 has no column 'positive'; it has 'q', 'a': set"):
         similar.load(file, "q")
+    with pytest.raises(DataError, match="has no column 'x'; it has 'q', 'a': set --anchor_column"):
+        similar.load(file, "x", "a")
 
 
 def test_the_default_texts_need_no_network():

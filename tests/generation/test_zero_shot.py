@@ -1,7 +1,9 @@
 """recipes.evaluate --labels: pictures classified by captions of their classes.
 
-tests/train/test_small_recipes.py compares its accuracy with that of the run that trained the model.
+Its accuracy is that of the run that trained the model.
 """
+
+import json
 
 import numpy as np
 import PIL.Image
@@ -9,9 +11,11 @@ import pytest
 
 from data import captions
 from data.captions import Texts
-from recipes.common import zero_shot
+from recipes.common import checkpoint, zero_shot
+from recipes.common.checkpoint import card
 from recipes.common.runtime.errors import UserError
 from tests.support.golden_folders import GOLDEN
+from tests.support.quick import quick as quick
 from zoo.siglip import Config
 
 pytestmark = pytest.mark.promise("evaluation")
@@ -59,6 +63,7 @@ def test_all_pictures_or_those_held_out_have_the_numbers_of_their_labels(pets):
     [
         (["--labels=cat,dog"], "--labels needs --dataset=PICTURES, and neither --tasks nor --weights"),
         (["--labels=cat,dog", "--dataset=x", "--restore_from=mlp.digits"], "--labels is for models of two towers, and this is a 'mlp' model"),
+        (["--labels=cat,dog", "--dataset=x", "--templates=a {},no"], "--templates has 'no' without {} for a class's name; add it"),
         (["--labels=cat,dog", "--dataset=x", "--tokenizer=bytes"], "the model has 41 tokens, but the tokenizer bytes has 257; use"),
     ],
 )  # fmt: skip
@@ -66,3 +71,18 @@ def test_mistakes_are_one_line(flags, message, inside):
     done = inside("recipes.evaluate", f"--restore_from=hf:{GOLDEN / 'clip'}", *flags)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert done.err.startswith(f"error: {message}")
+
+
+@pytest.mark.promise("published")
+def test_held_out_digits_are_sorted_by_words_as_in_the_published_run(inside, quick, tmp_path):
+    """By rules and on a mesh that the run did not have."""
+    flags = ("--restore_from=siglip.digits", "--dataset=digits", "--part=held_out", "--mesh=2x2")
+    out = tmp_path / "figures.json"
+    done = inside("recipes.evaluate", *flags, "--labels=0,1,2,3,4,5,6,7,8,9", f"--out={out}")
+    assert (done.code, done.err) == (0, "")
+    found = json.loads(out.read_text())["datasets"]["digits"]
+    assert found["accuracy"] >= 0.95
+    metadata = checkpoint.find("siglip.digits", hash_files=False).metadata
+    facts = metadata["published"]
+    assert found["accuracy"] == pytest.approx(facts["held_out"]["accuracy"], abs=1e-6)
+    assert 'pipeline_tag: "zero-shot-image-classification"' in card.for_hub("x", metadata, facts)

@@ -317,7 +317,7 @@ def _like(x, g):
     return jax.sharding.reshard(x, jax.typeof(g).sharding.spec)
 
 
-def test_waste_is_reported_with_its_line():
+def test_waste_is_reported_with_its_line(named_lines):
     batch = {"x": np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)}
     rules = {"fsdp": {"batch": "data", "embed": "data"}}
     proof = prove(lambda: Wasteful(rngs=nnx.Rngs(0)), None, rules, batch, optimizer=flat_momentum())

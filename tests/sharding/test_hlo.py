@@ -230,7 +230,7 @@ def test_a_buffer_is_reported_as_a_bound():
     assert report.sent(Compiled()) == "1 ragged-all-to-all of at most 256 B"
 
 
-def test_a_collective_names_its_line_and_those_that_called_it():
+def test_a_collective_names_its_line_and_those_that_called_it(named_lines):
     # The partitioner's own gathers have their operand's line on JAX 0.12; ours have the call's.
     @jax.shard_map(in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False)
     def gather(x):

@@ -156,6 +156,46 @@ def test_rounds_change_no_bit():
 
 
 @pytest.mark.full
+@pytest.mark.promise("restore")
+def test_a_run_changes_its_schedule_at_every_checkpoint(tmp_path):
+    """Weights restore bit by bit, and four steps follow those of one schedule."""
+    deep_in_rounds = deep("transformer", **INTERLEAVED, pipe_rounds=4)
+    schedules = [
+        (deep("transformer"), "data=2,pipe=4"),
+        (deep("transformer", **INTERLEAVED), "data=2,pipe=4"),
+        (deep("transformer", **GPIPE), "data=2,pipe=4"),
+        (deep_in_rounds, "data=2,pipe=2"),
+    ]
+
+    def train(config, mesh, variables):
+        """A step of gradient descent: (its loss, the variables after it)."""
+        layout = layout_of("transformer", config, mesh, "fsdp_pp")
+        run = compiled("transformer", config, mesh, "fsdp_pp")
+        rows = jax.device_put(batch(), layout.batch_shardings(batch()))
+        means, grads, _ = run(variables, rows)
+        params = jax.tree.map(lambda w, grad: w - 0.1 * grad, variables["params"], grads)
+        return float(means["loss"]), variables | {"params": params}
+
+    first = random_variables(layout_of("transformer", *schedules[0], "fsdp_pp"))
+    wanted, variables = [], first
+    for _ in schedules:
+        loss, variables = train(*schedules[0], variables)
+        wanted.append((loss, jax.device_get(variables)))
+    saved = first
+    with saving(tmp_path, keep=4) as saver:
+        for number, (schedule, (loss, after)) in enumerate(zip(schedules, wanted, strict=True)):
+            saver.save(number, saved)
+            saver.wait()
+            target = layout_of("transformer", *schedule, "fsdp_pp").variables()
+            restored = find(tmp_path).read(target)
+            jax.tree.map(np.testing.assert_array_equal, restored, saved)
+            found, saved = train(*schedule, restored)
+            assert found == pytest.approx(loss, rel=LOSS_TOLERANCE)
+            assert worst(paths(saved), paths(after)) < GRADIENT_TOLERANCE
+    assert wanted[0][0] > wanted[-1][0] + 0.01, "it trains"
+
+
+@pytest.mark.full
 def test_microbatches_of_the_pipeline_are_inside_an_accumulation_step():
     _, want, _ = trained("transformer", deep("transformer"), "1x1", "dp")
     given = ("transformer", deep("transformer"), "data=2,pipe=4", "fsdp_pp", 2)

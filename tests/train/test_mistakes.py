@@ -133,9 +133,9 @@ WORKDIR_ROWS = [
 ]  # fmt: skip
 
 RESTORE_ROWS = [
-    (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, transformer.stdlib_3m"),
+    (["--restore_from={here}/no"], "--restore_from={here}/no does not exist; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, siglip.digits, transformer.stdlib_3m"),
     (["--restore_from=s3:b/run"], "--restore_from=s3:b/run has no ://; use gs://b/run, or a local path"),
-    (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, transformer.stdlib_3m"),
+    (["--restore_from={here}/empty"], "--restore_from={here}/empty holds no checkpoint; use a run's workdir or a checkpoint; the zoo has dot_relu_dot.teacher, mlp.digits, siglip.digits, transformer.stdlib_3m"),
     (["--restore_from={here}/another"], "has entry 'mlp', not 'transformer'; use a different one"),
     (["--restore_from={here}/damaged"], "--restore_from={here}/damaged: metadata/metadata is not the JSON that was saved in {here}/damaged/checkpoints/1"),
     (["--restore_from={here}/strange"], "--restore_from={here}/strange: metadata/metadata has no 'config' in "),

@@ -57,6 +57,7 @@ OPTIONS = [
     ("gpt_oss", "", "matmul=int8"),
     ("deepseek", "", "mtp_depth=1"),
     ("vit", "", "matmul=int8"),
+    ("siglip", "", "clip=true,loss=softmax"),
 ]
 
 

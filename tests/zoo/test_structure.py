@@ -3,8 +3,10 @@
 import ast
 import dataclasses
 import doctest
+import functools
 import graphlib
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -17,11 +19,14 @@ import pytest
 from flax import nnx
 
 from recipes.common import entries
-from recipes.common.sharding.abstract import abstract_model, paths
+from recipes.common.report import kernel as kernel_report
+from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
 from recipes.common.sharding.shape import LayerShape, shape_of
 from recipes.copy import __main__ as copy
 from tests.conftest import ROOT
+from tests.support.absent import H100, on
 from zoo import decoder
+from zoo.config import Compute
 from zoo.sharding import optimizer_axis
 
 pytestmark = pytest.mark.promise("structure")
@@ -275,14 +280,50 @@ def test_every_variable_names_the_logical_axes_of_its_dims(name):
                 assert {*axes} <= {*entries.model(name).axes.logical_axes}, path
 
 
+@functools.cache
+def abstract_size(name: str, size: str) -> AbstractModel:
+    config = entries.sizes(name)[size]()
+    return abstract_model(lambda: entries.model(name)(config, rngs=nnx.Rngs(0)))
+
+
 @pytest.mark.parametrize("name", entries.ENTRIES)
 def test_sizes_say_how_many_parameters_they_have(name):
-    zoo, model = entries.zoo_file(name), entries.model(name)
-    assert "tiny" in zoo.SIZES
+    assert "tiny" in entries.zoo_file(name).SIZES
     for size, config in entries.sizes(name).items():
-        shapes = abstract_model(lambda c=config: model(c(), rngs=nnx.Rngs(0))).shapes["params"]
+        shapes = abstract_size(name, size).shapes["params"]
         count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
         assert config.__doc__.startswith(f"{count:,} parameters."), size
+
+
+@pytest.mark.promise("attention")
+def test_the_table_of_gpu_kernels_is_what_is_chosen(monkeypatch):
+    """Every named size of the models with these kernels, in bfloat16, with rows of 4,096."""
+    configs = [
+        (name, size, dataclasses.replace(make(), dtype="bfloat16"))
+        for name in entries.ENTRIES
+        for size, make in entries.sizes(name).items()
+        if isinstance(make(), Compute)
+    ]
+    sizes_by_kernels: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    with on(*H100).trace():
+        for name, size, config in configs:
+            attention = shape_of(abstract_size(name, size), config).attention
+            assert attention is not None
+            cells = []
+            for capability, packed in itertools.product((8.0, 9.0), (False, True)):
+                monkeypatch.setattr("zoo.kernels.compute_capability", lambda _, x=capability: x)
+                choice = kernel_report.attention_kernel(config, attention, 4096, packed)
+                cells.append(f"`{choice.kernel}`{choice.obstacle and f': {choice.obstacle}'}")
+            sizes_by_kernels.setdefault(tuple(cells), {}).setdefault(name, []).append(size)
+    *rare, _ = sorted(sizes_by_kernels.items(), key=lambda row: sum(map(len, row[1].values())))
+    wanted = {
+        "; ".join(f"{name} {', '.join(listed)}" for name, listed in named.items()): cells
+        for cells, named in rare
+    } | {"all others": ("`cudnn`",) * 4}
+    page = (ROOT / "recipes" / "docs" / "language_models.md").read_text()
+    table = page.split("<!-- kernels on GPUs -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    rows = (line.strip("| ").split(" | ") for line in table)
+    assert {named: tuple(cells) for named, *cells in rows} == wanted
 
 
 @pytest.mark.parametrize("name", entries.ENTRIES)

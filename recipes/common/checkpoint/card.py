@@ -75,6 +75,12 @@ ENCODERS = {
     "embed": ("sentence-similarity", "nats a pair of texts"),
 }
 
+# Data of models of images → the Hub's name for their task.
+OF_IMAGES = {
+    "data.images": "image-classification",
+    "data.captions": "zero-shot-image-classification",
+}
+
 
 def task_of(metadata: dict[str, Any]) -> str:
     """A text encoder's task; empty for other models."""
@@ -160,14 +166,14 @@ def command(metadata: dict[str, Any]) -> str:
         shows = name in kept or name in derived
         if shows and name not in OMITTED_FLAGS and name not in ("mesh", "rules"):
             flags[name] = value
-    given = [
+    words = [
         f"--{name}={shlex.quote(shown(one))}"
         for name, value in flags.items()
         for one in (value if isinstance(value, (list, tuple)) else [value])  # --set may be repeated
         if one != ""
     ]
     recipe = metadata.get("recipe", metadata["entry"])
-    return " ".join([f"python -m recipes.{recipe}", *given])
+    return " ".join([f"python -m recipes.{recipe}", *words])
 
 
 def shown(value: Any) -> str:
@@ -187,10 +193,10 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
     """
     facts = metadata["published"]
     # The flags that determine its held-out metrics.
-    given = [f"--{k}={shlex.quote(shown(v))}" for k, v in metadata["flags"].items()
+    words = [f"--{k}={shlex.quote(shown(v))}" for k, v in metadata["flags"].items()
              if k in ("dataset", "eval_dataset", "seq_len") and v and not of_pairs(metadata)]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
-    evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *given])
+    evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *words])
     rounded = "matmul weights, when published; held-out figures are from before"
     rows = origin(metadata, facts) | {
         "Rounded": rounded if facts["dtype"] != "float32" else "",
@@ -305,8 +311,7 @@ def for_hub(
     """
     began, licence = base(metadata), facts["licence"].lower()
     library = "peft" if adapter else "transformers"
-    images = ENTRIES[metadata["entry"]].data == "data.images"
-    task = "image-classification" if images else "text-generation"
+    task = OF_IMAGES.get(ENTRIES[metadata["entry"]].data, "text-generation")
     task = ENCODERS.get(task_of(metadata), (task, ""))[0]
     front = {"library_name": library, "pipeline_tag": task}
     if licence:

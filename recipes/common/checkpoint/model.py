@@ -78,7 +78,7 @@ def context(source: Source) -> int:
     """
     facts = source.metadata
     tokens = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
-    return min(tokens, facts["config"].get("max_positions", tokens))
+    return min(tokens, facts["config"].get("max_positions") or tokens)
 
 
 def restore_variables(source: Source, layout: Layout, dtype: str | None = None) -> Tree:

@@ -36,8 +36,8 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
         names = ("dataset", "seq_len", "tokenizer", "eval_dataset", "as_chat")
         of_answers = flags["loss"] == LABELLED
         rows = pairs.load(**{name: flags[name] for name in names}, labelled=of_answers)
-        found = next(batches.held_out_batches(rows, ROWS))
-        return {name: found[name] for name in ("tokens", "targets")}
+        batch = next(batches.held_out_batches(rows, ROWS))
+        return {name: batch[name] for name in ("tokens", "targets")}
     task = metadata["config"].get("task")  # a text encoder's
     if task == "classify":
         names = ("dataset", "text_column", "label_column", "tokenizer", "eval_dataset", "labels")

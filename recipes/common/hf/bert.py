@@ -1,5 +1,5 @@
 """The families of zoo/bert.py, BERT, RoBERTa and XLM-R, and ModernBERT: with the head that fills masks
-in, without a head, and with one that classifies.
+in, without a head, and with one that classifies; DistilBERT, whose classifier is another one, without.
 
 RoBERTa's table of positions has two more rows in front, for padding; exports have zeros there.
 """
@@ -52,12 +52,35 @@ ENCODER = {  # in the format of tensors.py, without the prefix of all names
     "layers/mlp_norm/scale": (f"{LAYER}.output.LayerNorm.weight", "D", "D"),
     "layers/mlp_norm/bias": (f"{LAYER}.output.LayerNorm.bias", "D", "D"),
 }
-PREFIX = {"bert": "bert", "roberta": "roberta", "xlm-roberta": "roberta", "modernbert": "model"}
-# The head's dense layer, its norm and the bias of logits.
-BERT_HEAD = (
-    "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias",
-)  # fmt: skip
-ROBERTA_HEAD = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
+
+SIZES = {  # field of Config → theirs
+    "vocab_size": "vocab_size",
+    "embed": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "mlp": "intermediate_size",
+}
+ROBERTA = ("roberta", "lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
+FORMS = {  # model_type → prefix of names; the head's dense layer, its norm and the bias of logits
+    "bert": ("bert", *(f"cls.predictions.{x}" for x in ("transform.dense", "transform.LayerNorm", "bias"))),
+    "roberta": ROBERTA,
+    "xlm-roberta": ROBERTA,
+    "distilbert": ("distilbert", "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
+}  # fmt: skip
+DISTIL_SIZES = SIZES | {"embed": "dim", "num_layers": "n_layers", "num_heads": "n_heads"}
+DISTIL_SIZES |= {"mlp": "hidden_dim"}
+DISTIL_NAMES = {  # part of a name in ENCODER → DistilBERT's
+    "encoder.": "transformer.",
+    "attention.self.query": "attention.q_lin",
+    "attention.self.key": "attention.k_lin",
+    "attention.self.value": "attention.v_lin",
+    "attention.output.dense": "attention.out_lin",
+    "attention.output.LayerNorm": "sa_layer_norm",
+    "intermediate.dense": "ffn.lin1",
+    "output.dense": "ffn.lin2",
+    "output.LayerNorm": "output_layer_norm",
+}
+MODERN_PREFIX = "model"
 
 MODERN = {
     "embed": ("model.embeddings.tok_embeddings.weight", "VD", "V D"),
@@ -81,15 +104,10 @@ for _stack, _layer in (("dense", "model.layers.{}"), ("layers", "model.layers.{:
         f"{_stack}/mlp/down": (f"{_layer}.mlp.Wo.weight", "FD", "D F"),
     }
 
-SIZES = {  # field of Config → theirs
-    "vocab_size": "vocab_size",
-    "embed": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "mlp": "intermediate_size",
-}
 UNUSED = {  # features that our Bert lacks → values that leave them off
     "hidden_act": ("gelu",),
+    "activation": ("gelu",),  # DistilBERT's
+    "sinusoidal_pos_embds": (False,),
     "position_embedding_type": ("absolute",),
     "is_decoder": (False,),
     "add_cross_attention": (False,),
@@ -112,11 +130,11 @@ CHECKED = ("problem_type", "num_labels", "id2label", "label2id")
 THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
 
 
-def sizes(file: ConfigFile) -> dict[str, Any]:
-    found = {ours: file.number(key) for ours, key in SIZES.items()}
-    if found["embed"] % found["num_heads"]:
-        raise file.refused("num_attention_heads", found["num_heads"])
-    return found
+def sizes(file: ConfigFile, keys: dict[str, str] = SIZES) -> dict[str, Any]:
+    numbers = {ours: file.number(key) for ours, key in keys.items()}
+    if numbers["embed"] % numbers["num_heads"]:
+        raise file.refused(keys["num_heads"], numbers["num_heads"])
+    return numbers
 
 
 def lost(config_from, config_json, config: Config) -> list[str]:
@@ -156,12 +174,15 @@ def without(prefix: str, table: Table) -> Table:
 
 def bert(architecture: str, kind: str, task: str = "fill") -> Family:
     """A family of BERT's form."""
-    prefix = PREFIX[kind]
-    in_front = 0 if kind == "bert" else IN_FRONT
-    dense, norm, bias = BERT_HEAD if kind == "bert" else ROBERTA_HEAD
-    table: Table = {
-        path: (f"{prefix}.{name}", ours, theirs) for path, (name, ours, theirs) in ENCODER.items()
-    }
+    prefix, dense, norm, bias = FORMS[kind]
+    in_front = IN_FRONT if prefix == "roberta" else 0
+    distil = kind == "distilbert"
+    its_sizes = DISTIL_SIZES if distil else SIZES
+    table: Table = {}
+    for path, (name, ours, theirs) in ENCODER.items():
+        for part, other in DISTIL_NAMES.items() if distil else ():
+            name = name.replace(part, other)
+        table[path] = (f"{prefix}.{name}", ours, theirs)
     pooler, classifier = f"{prefix}.pooler.dense", "classifier"
     if task == "fill":
         table |= linear("head/dense", "head/bias", dense, "DE", "E D")
@@ -177,12 +198,12 @@ def bert(architecture: str, kind: str, task: str = "fill") -> Family:
     of_pooler = linear("pooler", "pooler_bias", pooler, "DE", "E D")
 
     def tensors(config: Config) -> Table:
-        found = table | (of_pooler if config.pooling == "pooler" else {})
+        entries = table | (of_pooler if config.pooling == "pooler" else {})
         if in_front:
             name, ours, theirs = table["positions"]
             rows = f"{theirs} +{in_front}/{in_front + config.max_positions}"
-            found |= {"positions": (name, ours, rows)}
-        return without(prefix, found) if task == "embed" else found
+            entries |= {"positions": (name, ours, rows)}
+        return without(prefix, entries) if task == "embed" else entries
 
     def config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
         file = ConfigFile(keys, path, ENTRY)
@@ -191,11 +212,11 @@ def bert(architecture: str, kind: str, task: str = "fill") -> Family:
         if positions <= in_front:
             raise file.refused("max_position_embeddings", positions)
         return Config(
-            **sizes(file),
+            **sizes(file, its_sizes),
             max_positions=positions - in_front,
-            token_types=file.number("type_vocab_size", 2),
-            norm_eps=file.number("layer_norm_eps", 1e-12, float),
-            **of_task(task, file, "pooler"),
+            token_types=0 if distil else file.number("type_vocab_size", 2),
+            norm_eps=1e-12 if distil else file.number("layer_norm_eps", 1e-12, float),
+            **of_task(task, file, "cls" if distil else "pooler"),
         )
 
     def config_json(config: Config, context: int) -> dict[str, Any]:
@@ -203,11 +224,11 @@ def bert(architecture: str, kind: str, task: str = "fill") -> Family:
         return {
             "architectures": [architecture],
             "model_type": kind,
-            **{key: getattr(config, ours) for ours, key in SIZES.items()},
+            **{key: getattr(config, ours) for ours, key in its_sizes.items()},
             "max_position_embeddings": config.max_positions + in_front,
-            "type_vocab_size": config.token_types,
-            "hidden_act": "gelu",
-            "layer_norm_eps": config.norm_eps,
+            "activation" if distil else "hidden_act": "gelu",
+            **({} if distil else {"type_vocab_size": config.token_types}),
+            **({} if distil else {"layer_norm_eps": config.norm_eps}),
             "tie_word_embeddings": True,
             "torch_dtype": "float32",
             **({"pad_token_id": in_front - 1} if in_front else {}),
@@ -285,7 +306,7 @@ def modern(architecture: str, task: str = "fill") -> Family:
     elif task == "classify":
         table |= linear("classifier", "classifier_bias", "classifier", "DK", "K D")
     else:
-        table = without(PREFIX["modernbert"], table)
+        table = without(MODERN_PREFIX, table)
     tied = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
     config_from = functools.partial(modern_config_from, task)
     config_json = functools.partial(modern_config_json, architecture)
@@ -299,7 +320,7 @@ def modern(architecture: str, task: str = "fill") -> Family:
         fixed={"modern": True, "task": task},
         checked=(*MODERN_UNUSED, *CHECKED),
         tied=tied if task == "fill" else {},
-        canonical=functools.partial(canonical, PREFIX["modernbert"] if task == "embed" else ""),
+        canonical=functools.partial(canonical, MODERN_PREFIX if task == "embed" else ""),
         select=functools.partial(select, architecture),
         other_files=other_files,
     )
@@ -366,6 +387,8 @@ FAMILIES = (
     bert("XLMRobertaModel", "xlm-roberta", "embed"),
     bert("XLMRobertaForSequenceClassification", "xlm-roberta", "classify"),
     bert("XLMRobertaForMaskedLM", "xlm-roberta"),
+    bert("DistilBertModel", "distilbert", "embed"),
+    bert("DistilBertForMaskedLM", "distilbert"),
     modern("ModernBertModel", "embed"),
     modern("ModernBertForSequenceClassification", "classify"),
     modern("ModernBertForMaskedLM"),

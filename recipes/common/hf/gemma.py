@@ -73,12 +73,12 @@ def with_defaults(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
 
 def text_keys(keys: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
     """The text model's keys in the config.json of a model with a vision tower. Raises UserError."""
-    whole = ConfigFile(keys, file, ENTRY)
-    whole.refuse(UNUSED)
-    text = vision.text_config(whole)
+    file_keys = ConfigFile(keys, file, ENTRY)
+    file_keys.refuse(UNUSED)
+    text = vision.text_config(file_keys)
     tied = [config[TIE] for config in (keys, text) if config.get(TIE) is not None]
     if tied and tied[0] != tied[-1]:  # versions of transformers disagree on which one counts
-        raise whole.refused(TIE, tied[0])
+        raise file_keys.refused(TIE, tied[0])
     return GEMMA3_DEFAULTS | text | {"model_type": "gemma3_text", TIE: (tied or [True])[0]}
 
 

@@ -165,7 +165,7 @@ class Adapter:
         template, *_ = family.tensors(config)[weight]
         if not self._in_layers(factor.name):
             return False
-        targets, others = (self.keys.get(f"{how}_modules") for how in ("target", "exclude"))
+        targets, others = (self.keys.get(f"{option}_modules") for option in ("target", "exclude"))
         # Versions of transformers differ in the names of ViT's modules.
         names = {template, family.peft_name(template)}
         modules = [

@@ -139,8 +139,8 @@ def _both(
         inner = {} if keys.get(name) is None else keys[name]
         if not isinstance(inner, dict):
             raise file.refused(name, inner)
-        given = {key: value for key, value in inner.items() if value is not None}
-        sides[name] = dataclasses.replace(file, keys=defaults | given)
+        stated = {key: value for key, value in inner.items() if value is not None}
+        sides[name] = dataclasses.replace(file, keys=defaults | stated)
         sides[name].refuse(UNUSED)
     text, image = sides["text_config"], sides["vision_config"]
     for key in ("layer_norm_eps", "hidden_act"):

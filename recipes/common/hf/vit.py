@@ -145,10 +145,10 @@ def inputs(
     factor = theirs.number("rescale_factor", BYTE, float) if keys.get("do_rescale", True) else 1.0
     statistics = {}
     for key, default in (("image_mean", 0.0), ("image_std", 1.0)):
-        given = keys.get(key, 0.5) if keys.get("do_normalize", True) else default
-        values = [given] * sizes["channels"] if isinstance(given, (int, float)) else given
+        value = keys.get(key, 0.5) if keys.get("do_normalize", True) else default
+        values = [value] * sizes["channels"] if isinstance(value, (int, float)) else value
         if not isinstance(values, list) or len(values) != sizes["channels"]:
-            raise theirs.refused(key, given)
+            raise theirs.refused(key, value)
         # Theirs are for pixel · factor, ours for pixel / 255.
         statistics[key] = tuple(float(x) if factor == BYTE else x / (factor / BYTE) for x in values)
     return {

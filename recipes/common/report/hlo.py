@@ -120,23 +120,23 @@ def _across_memories(match: re.Match, lines: list[str]) -> Collective | None:
     if not kind or (kind[1] == "fusion" and _HOST not in match.string):
         return None
     if kind[0] == "copy-start":  # (result, operand, context)
-        made, given = program.arrays(result)[:1], program.arrays(result)[1:2]
+        results, inputs = program.arrays(result)[:1], program.arrays(result)[1:2]
     elif kind[2]:  # ((operands), result, context)
         operands, _, rest = result.removeprefix("((").partition("), ")
-        made, given = program.arrays(rest)[:1], program.arrays(operands)
+        results, inputs = program.arrays(rest)[:1], program.arrays(operands)
     else:
-        made = program.arrays(result)
-        given = [
+        results = program.arrays(result)
+        inputs = [
             x
             for name in program.operands(match.string)
             for x in program.arrays(program.result_of(name, lines))
         ]
-    inner = [x for x in given if "[]" not in x]  # without indices
-    hosts = [_HOST in x for x in made], [_HOST in x for x in inner]
+    inner = [x for x in inputs if "[]" not in x]  # without indices
+    hosts = [_HOST in x for x in results], [_HOST in x for x in inner]
     if all(hosts[0]) and not all(hosts[1]):
         moved, where = [x for x in inner if _HOST not in x], "to the host"
     elif not any(hosts[0]) and any(hosts[1]):
-        moved, where = made, "to the device"
+        moved, where = results, "to the device"
     else:
         return None
     size = sum(program.size(x)[0] for x in moved)

@@ -154,9 +154,9 @@ def _label(axes, xlabel: str, unit: str, xs: Sequence[float]) -> None:
     axes.set(xlabel=xlabel, ylabel=unit if unit == "loss" else f"loss, {unit}")
     plain = FuncFormatter(lambda x, _: f"{x:,.6g}")
     axes.xaxis.set_major_formatter(plain)
-    whole = xlabel == "step"
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=whole))
-    first = min([*xs, 1]) if whole else 0
+    by_step = xlabel == "step"
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=by_step))
+    first = min([*xs, 1]) if by_step else 0
     if xs and first < max(xs):
         axes.set_xlim(first, max(xs))
     if values:

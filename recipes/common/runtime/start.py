@@ -107,7 +107,7 @@ def instrument(module: str, function: str = "main") -> tuple[Any, ...]:
     """
     try:
         with needs_instruments("this command"):
-            found = importlib.import_module(f"recipes.instruments.{module}")
+            instruments = importlib.import_module(f"recipes.instruments.{module}")
     except UserError as missing:
         error = missing
         # Its flags are unknown; `choose` reads its word.
@@ -117,7 +117,7 @@ def instrument(module: str, function: str = "main") -> tuple[Any, ...]:
             raise error
 
         return (absent,)
-    main = getattr(found, function)
+    main = getattr(instruments, function)
     return main, inspect.signature(main).parameters["flags"].annotation()
 
 

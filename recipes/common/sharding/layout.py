@@ -146,11 +146,11 @@ class Layout:
 
     def abstract_batch(self, example: Tree) -> Tree:
         """`batch_size` examples stacked, as ShapeDtypeStructs: what the step is compiled for."""
-        whole = jax.tree.map(
+        batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.batch_size, *x.shape), x.dtype), example
         )
         return jax.tree.map(
-            lambda x, sharding: x.update(sharding=sharding), whole, self.batch_shardings(whole)
+            lambda x, sharding: x.update(sharding=sharding), batch, self.batch_shardings(batch)
         )
 
     @contextlib.contextmanager

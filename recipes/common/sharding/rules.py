@@ -293,12 +293,12 @@ def check_batch(
     count, rows = count_shards(rules, "batch", mesh.shape), batch_size // microbatches
     if rows % count:
         where = f"the {count} shards of 'batch' (rules {name!r} on --mesh={describe(mesh.shape)})"
-        whole = max(round(rows / count), 1) * count * microbatches
+        nearest = max(round(rows / count), 1) * count * microbatches
         if microbatches == 1:
-            raise UserError(f"{flag}{batch_size} is not divisible by {where}; try {flag}{whole}")
+            raise UserError(f"{flag}{batch_size} is not divisible by {where}; try {flag}{nearest}")
         raise UserError(
             f"--batch_size={batch_size} in --accumulate={microbatches} parts leaves {rows} to "
-            f"each, not divisible by {where}; try --batch_size={whole}"
+            f"each, not divisible by {where}; try --batch_size={nearest}"
         )
 
 
@@ -324,11 +324,11 @@ def check_positions(
     counts = {axis: count_shards(rules, axis, mesh.shape) for axis in axes}
     for axis, count in counts.items():
         if seq_len % count:
-            whole = math.lcm(*counts.values())
+            multiple = math.lcm(*counts.values())
             raise UserError(
                 f"rows of {seq_len:,} tokens are not divisible by the {count} shards of {axis!r} "
                 f"(rules {name!r} on --mesh={describe(mesh.shape)}); "
-                f"try {flag}{max(round(seq_len / whole), 1) * whole}"
+                f"try {flag}{max(round(seq_len / multiple), 1) * multiple}"
             )
 
 

@@ -190,6 +190,6 @@ def _interleaved(x: jax.Array, microbatches: int) -> jax.Array:
 def _joined(x: jax.Array) -> jax.Array:
     """The inverse of `_interleaved`."""
     kind = jax.typeof(x).sharding
-    whole = kind.update(spec=PartitionSpec(kind.spec[1], *kind.spec[2:]))
+    sharding = kind.update(spec=PartitionSpec(kind.spec[1], *kind.spec[2:]))
     x = jnp.moveaxis(x, 0, 1)
-    return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=whole)
+    return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=sharding)

@@ -21,8 +21,8 @@ def of_random_lengths(mean: int, seq_len: int) -> np.ndarray:
     random = np.random.default_rng(0)
     count = max(1_000, 4 * ROWS * seq_len // mean)
     lengths = np.ceil(mean * np.exp(random.normal(-(SPREAD**2) / 2, SPREAD, count))).astype(int)
-    whole = np.full(int((lengths // seq_len).sum()), seq_len)  # rows of their own
-    pieces = np.concatenate([whole, lengths[lengths % seq_len > 0] % seq_len])
+    full_rows = np.full(int((lengths // seq_len).sum()), seq_len)  # rows of their own
+    pieces = np.concatenate([full_rows, lengths[lengths % seq_len > 0] % seq_len])
     row_of = best_fit(pieces, seq_len)
     ids = np.zeros((ROWS, seq_len), np.int32)
     for row_ids, row in zip(ids, random.permutation(row_of.max() + 1), strict=False):

@@ -119,8 +119,8 @@ def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
         unroll=row.unroll, loss_chunk=row.loss_chunk, matmul=row.matmul,
     )  # fmt: skip
     mesh = arrange({"data": 1}, [device])
-    given = mesh, row.batch, row.length(), row.segments
-    step = make_step(config, ONE_DEVICE, *given, offload=row.offload)
+    form = mesh, row.batch, row.length(), row.segments
+    step = make_step(config, ONE_DEVICE, *form, offload=row.offload)
     with step.layout.trace():
         attention: Any = step.layout.shape.attention
         kernel = attention_kernel(config, attention, row.length(), row.segments).kernel
@@ -158,8 +158,8 @@ def _torch(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     device = "cpu" if toy else "cuda"
     asked = "" if row.attention == "auto" else row.attention
     start = time.perf_counter()
-    given = SIZES[row.size()](), row.batch, row.length(), device, asked
-    step = pytorch.Step(*given, compiled=not toy, segments=row.segments)
+    form = SIZES[row.size()](), row.batch, row.length(), device, asked
+    step = pytorch.Step(*form, compiled=not toy, segments=row.segments)
     step()
     step.wait()
     compiling = time.perf_counter() - start
@@ -262,8 +262,8 @@ def run(row: Row, limit: float, options: Iterable[str]) -> Result:
         result = json.loads(out.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         end = child.returncode
-        how = f"ended by {signal.Signals(-end).name}" if end < 0 else f"exit code {end}"
-        result = {"failed": reason(f"{how}: {last}" if last else how)}
+        ending = f"ended by {signal.Signals(-end).name}" if end < 0 else f"exit code {end}"
+        result = {"failed": reason(f"{ending}: {last}" if last else ending)}
     return result | {"seconds": seconds} | ({"log": err[-4_000:]} if "failed" in result else {})
 
 

@@ -165,9 +165,9 @@ from data import corpus, sources, tokenizer
 def resident(pid):
     try:
         with open(f"/proc/{pid}/smaps_rollup") as about:
-            found = int(re.search(r"Pss: +(\\d+)", about.read())[1]) * 1024
+            own = int(re.search(r"Pss: +(\\d+)", about.read())[1]) * 1024
         with open(f"/proc/{pid}/task/{pid}/children") as children:
-            return found + sum(map(resident, children.read().split()))
+            return own + sum(map(resident, children.read().split()))
     except (OSError, TypeError):  # the process has ended
         return 0
 

@@ -129,11 +129,11 @@ def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Cal
         layer.mlp_norm,
         (q_BTNH, k_BSKH, k_BSKH),
     )
-    whole = lambda m, x: m(x, positions, kind)[0]  # noqa: E731
+    run = lambda m, x: m(x, positions, kind)[0]  # noqa: E731
     return {
-        "layer": (alone(whole, layer, x_BTD), mlp + attention),
+        "layer": (alone(run, layer, x_BTD), mlp + attention),
         "its MLP": (alone(lambda m, x: m(x), layer.mlp, x_BTD), mlp),
-        "its attention": (alone(whole, layer.attention, x_BTD), attention),
+        "its attention": (alone(run, layer.attention, x_BTD), attention),
         "of which scores, softmax, values": (scores, kernel),
     }
 

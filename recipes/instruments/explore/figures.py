@@ -53,8 +53,8 @@ def figures(
                     layout = _layout(job, strategy, axes)
                 except UserError:
                     continue
-                found = _of_layout(job, layout, parts, transfers)
-                layouts.setdefault(count, {}).setdefault(strategy, {})[describe(axes)] = found
+                facts = _of_layout(job, layout, parts, transfers)
+                layouts.setdefault(count, {}).setdefault(strategy, {})[describe(axes)] = facts
     return {"sublayers": parts.as_json(), "transfers": [*transfers], "layouts": layouts}
 
 
@@ -186,14 +186,16 @@ class Sublayers:
 
     def as_json(self) -> list[dict[str, Any]]:
         """Each with the names of its matrices: those that read the residual stream, and that write it."""
-        found = []
+        sublayers = []
         for name, matrices in self._matrices.items():
             writes = [path for path, axes in matrices.items() if axes[-1] in self._in_use]
             reads = [path for path in matrices if path not in writes]
             axes = {axis for each in matrices.values() for axis in each}
             has = {"attends": HEADS in axes, "routes": EXPERT in axes}
-            found.append({"name": name, "reads": _labels(reads), "writes": _labels(writes)} | has)
-        return found
+            sublayers.append(
+                {"name": name, "reads": _labels(reads), "writes": _labels(writes)} | has
+            )
+        return sublayers
 
 
 def _labels(matrices: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from recipes.common.report import kernel
 from recipes.common.report.plan import Second
 from recipes.common.report.report import size
 from recipes.common.runtime import describe, slices
@@ -257,6 +258,7 @@ def of_layout(
         *table([own]),
         f"Memory of a device, estimated: {parts}; this {what}."
         + (" Its devices are simulated, so times are made up." if simulated else ""),
+        *kernel.experts(layout),
         "Nothing was allocated or written; leave --plan out to train.",
     ]
 

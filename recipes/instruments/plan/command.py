@@ -19,7 +19,7 @@ from jax.sharding import AbstractDevice
 
 from recipes.common import contexts, entries
 from recipes.common.config_flags import check_matmul, field_flag
-from recipes.common.report import report
+from recipes.common.report import kernel, report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.flags import choose
@@ -111,7 +111,8 @@ def main(flags: Flags) -> None:
     ranked = answer.distinct(plan.ranked)[: flags.top]
     say(*answer.table(ranked), "", *long, *answer.notes(plan), "")
     if plan.best:
-        say(answer.why_first(plan), "", *answer.why_others_lose(plan), "")
+        say(answer.why_first(plan), *kernel.experts(plan.best.layout), "")
+        say(*answer.why_others_lose(plan), "")
         if not flags.model:
             say(answer.command(flags.entry, flags.size, plan.best))
     else:

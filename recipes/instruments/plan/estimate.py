@@ -139,7 +139,7 @@ def estimate(
     hardware = devices.hardware
     sent = transfers(layout, accumulate, repeats=True) + of_optimizer(layout, optimizer, offload)
     links, network, seconds = _sending(layout, devices, sent)
-    work, shape, sizes = _work(layout), layout.shape, weights(layout)
+    work, shape, sizes = _work(layout, accumulate), layout.shape, weights(layout)
     repeats_matmuls, _ = REPEATS.get(shape.remat, (True, True))
     passes = 4 if repeats_matmuls else 3
     activations = _activations(layout, passes) / hardware.bandwidth
@@ -264,19 +264,23 @@ def _operations(
     }
 
 
-def _work(layout: Layout) -> Work:
+def _work(layout: Layout, accumulate: int = 1) -> Work:
     """What devices compute, with what remat repeats; causal attention."""
     shape = layout.shape
+    repeats_matmuls, repeats_attention = REPEATS.get(shape.remat, (True, True))
     if not shape.vocab_size:
         useful = flops.encoder(layout) * layout.batch_size
-        low = _in_low_precision(shape, useful, 0)
-        return Work(useful=useful, matmuls=useful - low, low=low, attention=0.0)
+        # A loss over all pairs embeds microbatches twice.
+        twice = accumulate > 1 and layout.model.phases is not None
+        again = useful / 3 * (repeats_matmuls + twice)
+        low = _in_low_precision(shape, useful, again)
+        return Work(useful=useful, matmuls=useful + again - low, low=low, attention=0.0)
     tokens = layout.batch_size * layout.seq_len
     useful = flops.decoder(shape, layout.seq_len, layout.batch_size)["causal"]
     # FLOPs per weight and position. Frozen weights have no gradients.
     each = 4 if shape.adapters else 6
     logits = 1 + shape.mtp_layers  # times that a position has them
-    table = each * logits * shape.vocab_size * shape.embed * tokens
+    table = each * logits * shape.logits * shape.embed * tokens
     recurrence = sum(
         6 * count * layer.recurrence.work * tokens
         for layer, count in shape.trained_layers
@@ -288,7 +292,6 @@ def _work(layout: Layout) -> Work:
         if experts.capacity:  # empty slots are computed too, as many for each part of a row
             of_tokens = each * count * experts.per_token * experts.weights * tokens
             matmuls += of_tokens * (experts.capacity * layout.seq_shards - 1)
-    repeats_matmuls, repeats_attention = REPEATS.get(shape.remat, (True, True))
     again = repeats_matmuls * matmuls * 2 / each
     low = _in_low_precision(shape, matmuls, again)
     in_groups = any(  # whose backward pass computes each group once more
@@ -370,5 +373,5 @@ def _activations(layout: Layout, passes: int) -> float:
     between = layout.count_shards(RESIDUAL_SEQ) / layout.seq_shards  # between sublayers
     tokens = device_tokens(layout)
     of_layers = tokens * (residual / between / layout.stages + inner / split)
-    logits = (1 + shape.mtp_layers) * tokens * shape.vocab_size / split
+    logits = (1 + shape.mtp_layers) * tokens * shape.logits / split
     return 2 * passes * of_layers * compute_bytes(layout) + LOGITS * logits * 4

@@ -32,8 +32,8 @@ def traffic(match: re.Match, results: dict[str, str], computations: dict[str, li
     """
     fused = computations.get(dict(program.called(match.string)).get("calls", ""), [])
     total = 0.0
-    given = match.string[match.end() :].partition(")")[0]
-    for position, name in enumerate(re.findall(r"%([\w.\-]+)", given)):
+    operands = match.string[match.end() :].partition(")")[0]
+    for position, name in enumerate(re.findall(r"%([\w.\-]+)", operands)):
         if name in results:
             parameter = next((x for x in fused if f" parameter({position})" in x), "")
             inner = program.INSTRUCTION.match(parameter)

@@ -17,6 +17,7 @@ from recipes.common.sharding.shape import (
 )
 from zoo.context import choose_exchange
 from zoo.dispatch import ROOM, exchanges
+from zoo.flash import TILE
 from zoo.pipeline import microbatches, rounds, ticks
 from zoo.sharding import optimizer_axes
 from zoo.splash import count_partial_gradients
@@ -144,12 +145,14 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     saved, recomputed, scores = _of_layers(layout, rows, segments, sizes)
     with layout.trace():
         chunk = positions_at_once(config.loss_chunk, rows, length)
-    logits = rows * chunk * shape.vocab_size // layout.count_shards(VOCAB) * (4 + width)
+    logits = rows * chunk * shape.logits // layout.count_shards(VOCAB) * (4 + width)
     table = shape.vocab_size // layout.count_shards(VOCAB) * shape.embed * width
     cast = sizes.stacked * width // 4 if width < 4 and shape.remat != "none" else 0  # or saved
     # The loss sums the table's gradients in float32. One of a single chunk needs no sum besides the
     # logits.
     in_loss = 4 // width * table * (chunk < length), table + logits
+    if not shape.logits:
+        in_loss = 0.0, 0.0
     if shape.reduce_dtype and width < 4 and stages == 1:  # rounded, then in float32 again
         in_loss = in_loss[0] + table, in_loss[1]
     # While a layer computes, the next one is gathered; of experts with a capacity, one matrix at a
@@ -182,18 +185,21 @@ class OfLayers(NamedTuple):
 def _of_layers(layout: Layout, rows: int, segments: bool, sizes: Weights) -> OfLayers:
     """Activations of `rows` rows in a stage's layers."""
     shape, width = layout.shape, compute_bytes(layout)
-    D, remat = shape.embed, shape.remat
-    length = layout.seq_len // layout.seq_shards
-    between = layout.seq_len // layout.count_shards(RESIDUAL_SEQ)  # positions, between sublayers
+    remat = shape.remat
     saved = recomputed = 0.0
     scores = 0
     for layer, layers in shape.trained_layers:
+        D = layer.embed
+        length = positions(layout, layer) // layout.seq_shards
+        between = positions(layout, layer) // layout.count_shards(RESIDUAL_SEQ)  # sublayers
         numbers = _activations(layout, layer, rows, segments)
         layers /= layout.stages
         outside, inside = _saved_numbers(layout, layer, numbers)
         saved += layers * rows * (between * outside + length * inside) * width
         if remat == "none":  # also weights in use, and scores before and after the softmax
-            saved += layers * (sizes.layer + numbers.scores * (4 + width) // 4)
+            chosen = kernel(layout, segments, positions(layout, layer))
+            kept = numbers.scores if chosen == "xla" else 0
+            saved += layers * (sizes.layer + kept * (4 + width) // 4)
         products = layer.matrices * numbers.hidden + 2 * numbers.dispatched
         # The MLP's products are gone when the backward pass of attention or a recurrence begins.
         working = max(products, numbers.partials, numbers.chunks * 4 // width)
@@ -201,8 +207,8 @@ def _of_layers(layout: Layout, rows: int, segments: bool, sizes: Weights) -> OfL
         inner = 2 * numbers.queries + numbers.kv + 2 * numbers.recurrence + working + 2 * D
         recomputed = max(recomputed, rows * length * inner * width)
         scores = max(scores, numbers.scores)
-    if remat == "offload":
-        saved = IN_FLIGHT * rows * between * D * width
+        if remat == "offload":
+            saved = IN_FLIGHT * rows * between * D * width
     return OfLayers(saved, recomputed, scores)
 
 
@@ -214,14 +220,18 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
         queries = layer.attention.heads * layer.attention.key_dim // layout.count_shards(HEADS)
         kv = layer.attention.kv_heads * layer.attention.kv_dim // layout.count_shards(KV_HEADS)
         latents = layer.attention.latents
-        if kernel(layout, segments) == "xla":
+        length = positions(layout, layer)
+        chosen = kernel(layout, segments, length)
+        if chosen == "xla":
             # Keys and values count once per block of queries, as in the model.
-            seen, pairs = _in_blocks(layer.attention, layout.seq_len)
-            attention = 2 * queries + kv * seen // layout.seq_len
+            seen, pairs = _in_blocks(layer.attention, length)
+            attention = 2 * queries + kv * seen // length
             scores = rows * heads * pairs * 4 // layout.seq_shards
         else:  # the output counts twice: the kernel and the projection lay it out differently
+            if chosen == "flash":  # weights and their gradients, of a pair of tiles
+                scores = 2 * rows * heads * min(TILE, length) ** 2 * 4
             attention = 3 * queries + kv + heads * 4 // compute_bytes(layout)
-        if kernel(layout, segments) == "splash":
+        if chosen == "splash":
             partials = queries * partial_gradients(layout, layer.attention)
     if layer.recurrence:
         recurrence = layer.recurrence.width // layout.count_shards(HEADS)
@@ -286,7 +296,7 @@ def _in_blocks(attention: AttentionShape, length: int) -> tuple[int, int]:
 
 def _saved_numbers(layout: Layout, layer: LayerShape, numbers: Activations) -> tuple[float, float]:
     """Activations of a layer that remat saves, per position: (between sublayers, inside them)."""
-    D = layout.shape.embed
+    D = layer.embed
     match layout.shape.remat:
         case "full":
             return D, 0
@@ -321,39 +331,62 @@ def on_host(
     sizes, shape = {}, layout.shape
     if offload:
         sizes["optimizer"] = moments(weights(layout), optimizer)
-    if shape.vocab_size and shape.remat == "offload":
+    if shape.remat == "offload":
         rows = layout.batch_size // layout.batch_shards // accumulate
-        between = layout.seq_len // layout.count_shards(RESIDUAL_SEQ)
-        inputs = rows * between * shape.embed * compute_bytes(layout)
-        sizes["saved activations"] = shape.num_layers / layout.stages * inputs
+        inputs = sum(x.count * positions(layout, x) * x.embed for x in shape.layers)
+        inputs *= rows * compute_bytes(layout) / layout.count_shards(RESIDUAL_SEQ)
+        sizes["saved activations"] = inputs / layout.stages
     return sizes
 
 
 def _of_examples(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, float]:
-    """Memory besides the state, of a model without tokens; saves each weight's output, twice."""
+    """Memory besides the state, of a model without tokens.
+
+    The backward pass has each weight's output and, of layers with remat, what that saves and one
+    layer recomputed. Both towers of a model that has two count: the loss needs both.
+    """
+    shape, width = layout.shape, compute_bytes(layout)
     rows = layout.batch_size // layout.batch_shards // accumulate
     outputs = 0.0
     for path, (array, axes) in layout.model.variables["params"].items():
         dims = array.shape
-        if len(axes) > 1:
+        if len(axes) > 1 and not (shape.remat and LAYERS in axes):
             use = layout.names.while_used(axes[-1])
             layers = dims[0] if LAYERS in axes else 1
-            positions = layout.shape.positions_of(path)
-            outputs += positions * layers * dims[-1] / layout.count_shards(use)
+            outputs += shape.positions_of(path) * layers * dims[-1] / layout.count_shards(use)
+        if "channels" in axes:  # pixels in float32, and as patches
+            outputs += shape.positions_of(path) * math.prod(dims[:-1]) * (4 + width) / width
+    of_layers = OfLayers(0.0, 0.0, 0)
+    cast = 0.0
+    if shape.remat:
+        of_layers = _of_layers(layout, rows, segments=False, sizes=sizes)
+        cast = sizes.stacked * width // 4 if width < 4 and shape.remat != "none" else 0.0
     return {
         "gradients": sizes.params * (1 + (accumulate > 1)),
-        "saved activations": rows * outputs * compute_bytes(layout),
-        "live working set": 2 * sizes.layer,
+        "saved activations": rows * outputs * width + of_layers.saved,
+        "live working set": cast + 2 * sizes.layer + of_layers.recomputed + of_layers.scores,
     }
 
 
-def kernel(layout: Layout, segments: bool = True) -> str:
-    """The kernel of a step's attention."""
+def positions(layout: Layout, layer: LayerShape) -> int:
+    """Positions of a row in a layer, on all devices that share it."""
+    return layout.seq_len or layer.positions or layout.shape.positions
+
+
+def kernel(layout: Layout, segments: bool = True, length: int = 0) -> str:
+    """The kernel of a step's attention.
+
+    Args:
+      length: positions of a row; 0: those of the layout.
+    """
     attention = layout.shape.attention
     if attention is None:
         return "none"
+    if layout.shape.kernel is None:
+        return "xla"
     with layout.trace():
-        return attention_kernel(layout.config, attention, layout.seq_len, segments).kernel
+        length = length or layout.seq_len
+        return attention_kernel(layout.config, attention, length, segments).kernel
 
 
 def compute_bytes(layout: Layout) -> int:

@@ -237,18 +237,18 @@ def _box(parts: list[Part], left: int) -> str:
 
     The last two dims that are split are down and across; each earlier one is a bar next to the box.
     """
-    whole = Part("", 0, 1)
+    unsplit = Part("", 0, 1)
     split = [part for part in parts if part.count > 1]
-    *earlier, down, across = [whole, whole, *split]
+    *earlier, down, across = [unsplit, unsplit, *split]
     if len(split) == 1 and split[0] is not parts[-1]:
-        down, across = split[0], whole
+        down, across = split[0], unsplit
     color, every = 0, 1
     for part in parts:
         color, every = color * part.count + part.index, every * part.count
     fill = f"hsl({360 * color // every} 70% 55%)" if every > 1 else "hsl(0 0% 60%)"
     drawn = []
     for bar in (part for part in earlier if part.count > 1):
-        drawn.append((left, 5, whole, bar))
+        drawn.append((left, 5, unsplit, bar))
         left += 9
     drawn.append((left, 64 - 9 * len(drawn), across, down))
     rectangles = ""

@@ -165,14 +165,14 @@ def too_large(error: str, arguments: float) -> TooLarge | None:
       arguments: bytes of the step's state on a device.
     """
     number = r"([\d.]+)([KMGT])"
-    whole = re.search(rf"Used {number} of {number} hbm", error)
-    match = whole or re.search(
+    total = re.search(rf"Used {number} of {number} hbm", error)
+    match = total or re.search(
         rf"temporaries \({number}\) exceeds available HBM \({number}\)", error
     )
     if not match:
         return None
     needed, there = (float(match[i]) * 1024 ** " KMGT".index(match[i + 1]) for i in (1, 3))
-    needed += 0 if whole else arguments
+    needed += 0 if total else arguments
     return TooLarge(_misfit(needed, there), needed)
 
 

@@ -79,10 +79,10 @@ class Transfer(NamedTuple):
             return self.bytes, 0.0
         if self.kind == "collective-permute":  # the slowest device sends all of it to another slice
             return (self.bytes if m > 1 else 0.0), self.bytes
-        whole = self.bytes / ring(n)
+        array_bytes = self.bytes / ring(n)
         if self.kind == "all-to-all":
-            return whole * (m - 1) / n, whole * ring(p)
-        return whole * ring(m), whole * ring(p) / m
+            return array_bytes * (m - 1) / n, array_bytes * ring(p)
+        return array_bytes * ring(m), array_bytes * ring(p) / m
 
 
 def textbook(
@@ -106,6 +106,7 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
         *of_weights(layout, accumulate, repeats),
         *(transfer for _, transfer in of_modules(layout, accumulate, repeats)),
         *of_rows(layout, accumulate),
+        *_of_pairs(layout),
     ]
     return [transfer for transfer in every if transfer.bytes]
 
@@ -119,9 +120,25 @@ def of_rows(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
         yield from of_stages(layout, accumulate)
 
 
-def device_tokens(layout: Layout) -> float:
-    """Positions of a batch on one device, or rows without positions."""
-    positions = layout.batch_size * (layout.seq_len or layout.shape.positions)
+def _of_pairs(layout: Layout) -> Iterator[Transfer]:
+    """Embeddings of texts in float32 to all devices that split the batch, and their gradients back."""
+    shape, axes = layout.shape, _split_by(layout, layout.batch_axes)
+    if shape.joint and shape.pairs != "local":
+        sent = 4 * ring(_devices(layout, axes)) * layout.batch_size * shape.joint
+        there, back = "all-gather", "reduce-scatter"
+        if shape.pairs == "ring":
+            there = back = "collective-permute"
+        yield Transfer("exchanges", there, axes, sent)
+        yield Transfer("exchanges", back, axes, sent)
+
+
+def device_tokens(layout: Layout, path: str = "") -> float:
+    """Positions of a batch on one device, or rows without positions.
+
+    Args:
+      path: of the module that computes them; a model with two towers has different ones.
+    """
+    positions = layout.batch_size * (layout.seq_len or layout.shape.positions_of(path))
     return positions / (layout.batch_shards * layout.seq_shards)
 
 
@@ -163,20 +180,22 @@ def of_each_weight(
     batch = _split_by(layout, layout.batch_axes) | stacked
     for path, (array, axes) in layout.model.variables["params"].items():
         rest, use = _split_by(layout, axes), _split_by(layout, _in_use(layout, axes))
-        whole = array.size / _devices(layout, use)
+        elements_in_use = array.size / _devices(layout, use)
         state = _split_by(layout, optimizer_axes(axes, layout.rules))
         table = not layout.names.stacks & {*axes}
         split = frozenset(rest - use)
         outside = table and not path.startswith(HEAD_PATH)
-        gathered = (1 if outside and once else gathers) * ring(_devices(layout, split)) * whole
+        gathered = (
+            (1 if outside and once else gathers) * ring(_devices(layout, split)) * elements_in_use
+        )
         rounded = layout.shape.matmul and not table and layout.names.in_use.keys() & {*axes}
         gathered *= 1 if rounded else dtype
         yield path, Transfer("weights", "all-gather", split, accumulate * gathered)
         over, reduced = frozenset(state - use), frozenset(batch - state)
         also_reduced = once and EXPERT not in axes and _devices(layout, reduced) > 1
-        cuts = table and _cuts_tiles(layout, whole, _devices(layout, over))
+        cuts = table and _cuts_tiles(layout, elements_in_use, _devices(layout, over))
         for kind, axes_sent, elements in _of_gradient(
-            layout, whole, over, reduced, together=tpu and (also_reduced or cuts)
+            layout, elements_in_use, over, reduced, together=tpu and (also_reduced or cuts)
         ):
             yield path, Transfer("gradients", kind, axes_sent, accumulate * (width * elements))
         updated = frozenset(state - rest)
@@ -309,7 +328,7 @@ def of_modules(
     for module, axes in split.items():
         halves = 1 if module in of_latents and module not in reads else 2
         each = halves * widths[module] + of_latents.get(module, 0)
-        elements = 2 * ring(_devices(layout, axes)) * each * device_tokens(layout)
+        elements = 2 * ring(_devices(layout, axes)) * each * device_tokens(layout, module)
         layers = module.startswith(LAYERS)
         for kind, share in (_kinds(layout) if repeats and layers else {"all-reduce": 1.0}).items():
             sent = elements * compute_bytes(layout) * share * (busy_share if layers else 1)
@@ -441,8 +460,8 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
 
     Rows of D numbers go there and their sums come back, and so do their gradients: four times (n - 1)
     / n of them, where n devices share the experts; five times if remat sends them again. With a
-    capacity they are slots. Dropless rows go once to each device of their experts; if each row has
-    no fewer experts than there are devices, all devices gather all rows.
+    capacity they are slots. Dropless rows go once to each device of their experts, or all devices
+    gather all rows, see dispatch.exchanges.
     """
     axes = frozenset(_split_by(layout, [EXPERT]))
     devices = _devices(layout, axes)
@@ -458,9 +477,9 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
             copies = rows * devices_of_a_row(experts, devices)
             yield Transfer("exchanges", "all-to-all", axes, times * ring(devices) * copies * each)
         else:
-            whole = ring(devices) * devices * rows * each
-            yield Transfer("exchanges", "all-gather", axes, (times - 2) * whole)
-            yield Transfer("exchanges", "reduce-scatter", axes, 2 * whole)
+            gathered = ring(devices) * devices * rows * each
+            yield Transfer("exchanges", "all-gather", axes, (times - 2) * gathered)
+            yield Transfer("exchanges", "reduce-scatter", axes, 2 * gathered)
 
 
 def devices_of_a_row(experts: ExpertsShape, devices: int) -> float:

@@ -310,5 +310,5 @@ def in_float64(case: Case, layout: Layout, subject: Subject) -> Case:
         reference = Reference(reference_layout([wide_layout]), wide)
         training = measure(wide_layout, reference.optimizer, batch).training
         differences = compare_runs(training, reference.training)
-    every = [x.relative for found in differences.values() for x in found.values()]
+    every = [x.relative for by_path in differences.values() for x in by_path.values()]
     return dataclasses.replace(case, float64=max(every))

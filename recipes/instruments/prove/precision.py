@@ -42,21 +42,21 @@ class Precision:
 
     @property
     def holds(self) -> bool:
-        every = (error for found in self.errors.values() for error in found.values())
+        every = (error for by_path in self.errors.values() for error in by_path.values())
         return not self.failed and all(error <= BOUND for error in every)
 
     def lines(self) -> list[str]:
         """What recipes.prove prints."""
         lines = []
-        for where, found in self.errors.items():
-            worst = max(found, key=lambda path: found[path])
-            lines.append(f"{where}: largest error {found[worst]:.1%}, of {worst}")
+        for where, by_path in self.errors.items():
+            worst = max(by_path, key=lambda path: by_path[path])
+            lines.append(f"{where}: largest error {by_path[worst]:.1%}, of {worst}")
         lines += [f"{where}: failed: {why}" for where, why in self.failed.items()]
         for path, where, error in self.beyond():
             culprit = self.culprits.get(path)
             line = f"; {culprit}" if culprit else "; no sum in 16 bits explains it"
             lines.append(f"  {path}: {error:.1%} on {where}{line}")
-        lines += [f"in 16 bits: {found}" for found in self.sums]
+        lines += [f"in 16 bits: {line}" for line in self.sums]
         good = f"All gradients in {self.dtype} are within {BOUND:.0%} of float32's."
         bad = f"Gradients in {self.dtype} differ from float32's by more than {BOUND:.0%}."
         return [*lines, good if self.holds else bad]
@@ -64,8 +64,8 @@ class Precision:
     def beyond(self) -> list[tuple[str, str, float]]:
         """(path, where, error) of each gradient beyond the bound, where its error is largest."""
         largest: dict[str, tuple[str, float]] = {}
-        for where, found in self.errors.items():
-            for path, error in found.items():
+        for where, by_path in self.errors.items():
+            for path, error in by_path.items():
                 if not error <= max(BOUND, largest.get(path, ("", 0.0))[1]):
                     largest[path] = where, error
         return [(path, *at) for path, at in largest.items()]
@@ -121,11 +121,11 @@ def prove_precision(
     targets = {ONE: one} | {f"{strategy} on {mesh}": x for (strategy, mesh), x in pairs.items()}
     for where, layout in targets.items():
         try:
-            found = _gradients(layout, short, initial)
+            in_16_bits = _gradients(layout, short, initial)
         except Exception as error:  # whatever the user's code raises
             failed[where] = reason(error)
             continue
-        differences = compare.compare_gradients(found, reference)
+        differences = compare.compare_gradients(in_16_bits, reference)
         errors[where] = {path: x.relative for path, x in differences.items()}
     folder = folder_of(nnx.eval_shape(short.build))
     here = _sums(one, short, short.batch, folder, few=1)
@@ -206,8 +206,8 @@ def _sums(
         traced = jax.jit(lambda state, rows: gradients(layout, state, rows)[0]).trace(
             abstract_state(layout, subject.optimizer), layout.abstract_batch(example)
         )
-    found = low_precision_sums(traced.jaxpr.jaxpr, folder, few)
-    most = sorted(found, key=lambda x: -x.most_terms)
+    sums = low_precision_sums(traced.jaxpr.jaxpr, folder, few)
+    most = sorted(sums, key=lambda x: -x.most_terms)
     return [*{(x.line, x.what, x.array): x for x in reversed(most)}.values()][::-1]
 
 
@@ -227,8 +227,8 @@ def _culprit(shape: tuple[int, ...], sums: list[Sum]) -> Sum | None:
     """The sum of most terms that has a gradient's shape, or else that of one of its stacked layers."""
     wanted = [n for n in shape if n > 1]
     for dims in (wanted, wanted[1:]):
-        for found in sums:
-            sizes = re.findall(r"\d+", found.array.partition("[")[2])
+        for sum_ in sums:
+            sizes = re.findall(r"\d+", sum_.array.partition("[")[2])
             if dims and [int(n) for n in sizes if n != "1"] == dims:
-                return found
+                return sum_
     return None

@@ -52,8 +52,8 @@ def low_precision_sums(jaxpr: Jaxpr, folder: pathlib.Path, few: int = FEW) -> li
     Args:
       folder: of the files whose lines are named.
     """
-    found = (x for x in _sums(jaxpr, folder, "") if x.most_terms > few)
-    return [*dict.fromkeys(found)]
+    long = (x for x in _sums(jaxpr, folder, "") if x.most_terms > few)
+    return [*dict.fromkeys(long)]
 
 
 def _sums(jaxpr: Jaxpr, folder: pathlib.Path, outer_line: str) -> Iterator[Sum]:

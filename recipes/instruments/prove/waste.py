@@ -126,10 +126,10 @@ def _shapes_of_weights(layout: Layout) -> set[tuple[int, ...]]:
         sizes = paths(layout.model.shapes[kind])
         for path, axes in paths(tree).items():
             parts = [layout.count_shards(layout.names.while_used(axis)) for axis in axes]
-            whole = sizes[path].shape
-            in_use = tuple(dim // n for dim, n in zip(whole, parts, strict=True))
+            shape = sizes[path].shape
+            in_use = tuple(dim // n for dim, n in zip(shape, parts, strict=True))
             # With and without the dim of stacked layers.
-            shapes |= {tuple(sorted(dims[first:])) for dims in (whole, in_use) for first in (0, 1)}
+            shapes |= {tuple(sorted(dims[first:])) for dims in (shape, in_use) for first in (0, 1)}
     return shapes
 
 
