@@ -9,7 +9,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
@@ -24,6 +23,7 @@ from recipes.common.train.step import gradients
 from recipes.instruments.prove.compare import compare_gradients, largest_relative
 from tests.conftest import full_except
 from tests.support.encoders import SMALL, written
+from tests.support.models import built
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
@@ -80,7 +80,7 @@ def step(mesh: str, strategy: str, accumulate: int, exchange: str):
         return means["loss"], grads
 
     given = (
-        jax.device_put(variables_of(Bert(config, rngs=nnx.Rngs(0))), shardings(layout.variables())),
+        jax.device_put(variables_of(built(Bert, config)), shardings(layout.variables())),
         jax.device_put(batch(), layout.batch_shardings(batch())),
     )
     found, grads = layout.compile(both, *given, compiler_options=QUICK)(*given)
@@ -90,7 +90,7 @@ def step(mesh: str, strategy: str, accumulate: int, exchange: str):
 def definition() -> float:
     """The mean loss, from vectors of texts one by one, in float64."""
     config, rows = for_task(SMALL, "embed"), batch()
-    model = Bert(config, rngs=nnx.Rngs(0))
+    model = built(Bert, config)
     vectors = []
     for side in ("", "other_"):
         x_BTD = np.float64(model.encode(rows[f"{side}tokens"], rows[f"{side}segment_ids"]))
