@@ -179,10 +179,8 @@ def test_texts_find_their_partners(train, quick, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--task=embed", f"--workdir={tmp_path / 'run'}", f"--dataset={tmp_path / 'a.jsonl'}")
     flags += ("--size=tiny", "--mesh=4x2", "--pairs=ring", "--accumulate=2")
-    out = train(*flags, "--steps=2")
-    assert "20 texts are nearest to their own partner among 16" in out
     out = train(*flags, "--steps=40", "--checkpoint_every=38")
-    assert "Resumes at step 2" in out
+    assert "20 texts are nearest to their own partner among 16" in out
     finished = state_of(tmp_path / "run", 40)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "40")
     assert "Resumes at step 38" in train(*flags, "--steps=40")

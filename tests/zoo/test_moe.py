@@ -560,8 +560,16 @@ def computed(load: str, mesh: str, strategy: str, room: float):
     if not mesh:
         return jax.device_get(step(weights, x_BTD)[::-1])
     made = make_mesh(mesh)
+    ragged_dot = jax.lax.ragged_dot
+
+    def in_blocks(x_MD, *args, **kwargs):
+        assert len(x_MD) % 4 == 0, "TPUs have a kernel for whole blocks alone"
+        return ragged_dot(x_MD, *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(made):
         patch.setattr(dispatch, "ROOM", room)
+        patch.setattr(dispatch, "ROWS", 4)
+        patch.setattr(jax.lax, "ragged_dot", in_blocks)
         with nnx.logical_axis_rules(tuple(RULES[strategy].items())):
             on_mesh = jax.device_put(weights, nnx.get_named_sharding(weights, made))
             x_BTD = jax.device_put(x_BTD, jax.NamedSharding(made, jax.P(("data", "expert"))))
@@ -647,6 +655,51 @@ def test_rows_travel_once_forward_once_backward_and_once_for_remat(remat, times)
 
 
 ROW_OF_IDS = jax.ShapeDtypeStruct((16,), np.int32)
+
+
+def test_tpus_multiply_whole_blocks_of_rows(monkeypatch):
+    """Forward and both gradients, in blocks that we name; by default TPUs mask a dense product."""
+    monkeypatch.setattr(dispatch, "device", lambda: types.SimpleNamespace(platform="tpu"))
+    config = dataclasses.replace(Config.tiny(), capacity=None, num_layers=1, embed=256, mlp=640)
+    layout = make_layout(MoE, config, make_mesh("data=1,expert=4"), "ep", batch_size=4, seq_len=150)
+    batch = layout.abstract_batch(
+        dict.fromkeys(("tokens", "targets"), ROW_OF_IDS.update(shape=(150,)))
+    )
+    with layout.trace():
+        traced = jax.jit(functools.partial(gradients, layout)).trace(layout.variables(), batch)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    rows = -(-math.ceil(1.5 * 150 * 2 + 1) // 256) * 256
+    found = set()
+    for line in (line for line in text.splitlines() if '"chlo.ragged_dot"' in line):
+        blocks = re.search(r'ragged_dot_tiling = "256,(\d+),(\d+)"', line)
+        shapes = re.findall(r"tensor<([\dx]+)xf32>", line)
+        assert blocks, line
+        found.add((*shapes, *blocks.groups()))
+    assert found == {
+        (f"{rows}x256", "2x256x640", f"{rows}x640", "256", "384"),  # gate and up
+        (f"{rows}x640", "2x640x256", f"{rows}x256", "640", "256"),  # down, and a gradient
+        (f"{rows}x256", f"{rows}x640", "2x256x640", "256", "640"),
+        (f"{rows}x640", f"{rows}x256", "2x640x256", "384", "256"),
+    }
+
+
+def test_products_in_blocks_have_the_gradients_of_ragged_dot():
+    random = np.random.default_rng(0)
+    x_MK, w_EKN, weight_MN = (
+        random.normal(size=shape).astype(np.float32) for shape in ((256, 8), (3, 8, 6), (256, 6))
+    )
+    sizes_E = jnp.array([100, 0, 130])
+    inside_M1 = (np.arange(256) < 230)[:, None]
+
+    def gradient(product):
+        def total(x_MK, w_EKN):
+            out_MN = product(x_MK, w_EKN, sizes_E)
+            return jnp.where(inside_M1, jnp.sin(out_MN) * weight_MN, 0).sum()
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(x_MK, w_EKN)
+
+    pair = gradient(dispatch.product_in_blocks), gradient(jax.lax.ragged_dot)
+    jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
 @pytest.mark.parametrize(
