@@ -39,6 +39,7 @@ SHIPPED = [path for path in FILES if path.parts[0] != "tests"]
 ZOO = [path for path in SHIPPED if path.parent.as_posix() == "zoo" and path.stem != "__init__"]
 
 
+@functools.cache
 def imports(path) -> set[str]:
     """Full names of all that a file imports, inside functions too."""
     names = set()
@@ -145,6 +146,7 @@ def test_examples_in_docstrings_are_true(path):
 LAST = "sizes"  # it imports two entries, and no file imports it
 
 
+@functools.cache
 def tree_of(path) -> ast.Module:
     return ast.parse((ROOT / path).read_text())
 
