@@ -108,6 +108,8 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
     language.check_heads(layout)
     check_offload(layout, training.offload)
     if run.plan:
+        texts_at_once = run.batch_size * (2 if task == "embed" else 1)
+        layout = dataclasses.replace(layout, batch_size=texts_at_once)
         return print0(*plan(layout, training.accumulate, training.offload, training.optimizer))
     print0(*texts.notes, *kernel.report(layout, text.seq_len, True), *kernel.matmul(layout))
     print0(*describe_set(flags))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from .sharding import device
 
@@ -30,7 +31,10 @@ class ExpertMatmul:
         """x: [E, M, K], or [M, K] sorted by expert."""
         if self.sizes_E is None:
             return jnp.matmul(x, weight)
-        return jax.lax.ragged_dot(x, weight, group_sizes=self.sizes_E)
+        if device().platform != "tpu" or len(x) % ROWS:
+            return jax.lax.ragged_dot(x, weight, group_sizes=self.sizes_E)
+        axes = varying_axes(x) | varying_axes(weight)
+        return product_in_blocks(*varying(axes, x, weight, self.sizes_E))
 
 
 class Choice(NamedTuple):
@@ -58,6 +62,43 @@ class LocalExperts:
     def __call__(self, x, sizes_E: jax.Array | None = None) -> jax.Array:
         """Outputs for rows x, see ExpertMatmul."""
         return self.compute(ExpertMatmul(sizes_E), x, *self.weights)
+
+
+# Rows of a block. TPUs multiply other numbers of rows by the weights of all experts, then mask.
+ROWS = 256
+
+
+@jax.custom_vjp
+def product_in_blocks(x_MK, w_EKN, sizes_E) -> Any:
+    """jax.lax.ragged_dot in blocks that we choose. TPUs' own take three times as long for gradients."""
+    with blocks_of(w_EKN, K=4_096, N=512):
+        return jax.lax.ragged_dot(x_MK, w_EKN, group_sizes=sizes_E)
+
+
+def _product_backward(saved, grad_MN):
+    x_MK, w_EKN, sizes_E = saved
+    x_grad_MK = product_in_blocks(grad_MN, w_EKN.swapaxes(1, 2), sizes_E)
+    rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    with blocks_of(w_EKN, K=2_048, N=768):
+        w_grad_EKN = jax.lax.ragged_dot_general(x_MK, grad_MN, sizes_E, rows)
+    return x_grad_MK, w_grad_EKN, None
+
+
+product_in_blocks.defvjp(lambda *args: (product_in_blocks(*args), args), _product_backward)
+
+
+def blocks_of(w_EKN, K: int, N: int):
+    """A context in which TPUs multiply rows by such a weight in blocks of M, K and N.
+
+    Args:
+      K: most bytes of a block along it; N: most columns. Kernels have 16 MB for their blocks.
+    """
+
+    def length(size: int, most: int) -> int:  # little is wasted at the end, and blocks aren't short
+        return min(range(128, most + 1, 128), key=lambda n: -(-size // n) * (n + 64))
+
+    blocks = ROWS, length(w_EKN.shape[1], K // w_EKN.dtype.itemsize), length(w_EKN.shape[2], N)
+    return set_xla_metadata(ragged_dot_tiling=",".join(map(str, blocks)))
 
 
 def gather_experts(weights, axes, split: dict[str, tuple[str, ...]]) -> tuple[jax.Array, ...]:
@@ -185,6 +226,8 @@ def run_experts(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, slots: int) -
     # Mask those choices: ragged_dot's output outside of all groups is undefined.
     slot_M = jnp.where(here_M < E, slot_M, -1)
     order_M = order_M[:slots]
+    if slots > ROWS:  # whole blocks
+        order_M = jnp.pad(order_M, (0, -len(order_M) % ROWS))
     order_M = jnp.where(jnp.arange(len(order_M)) < sizes_E.sum(), order_M, -1)
     token_1M = order_M[None] // J
     slot_1NJ = slot_M.reshape(1, N, J)
@@ -197,10 +240,6 @@ def run_experts(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, slots: int) -
 # ---- rows travel to the devices of their experts -------------------------------------------------
 
 ROOM = 1.5  # choices that a device computes in a turn, as a multiple of an even load
-
-# TPUs compile jax.lax.ragged_dot of a multiple of so many rows to a kernel that multiplies each row by
-# its expert; else they multiply all rows by all experts of the device, and select.
-TILE = 128
 
 
 class Route(NamedTuple):
@@ -314,8 +353,7 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     both_CJ = send(jnp.concatenate((expert_NJ, weight_NJ), axis=1))
     expert_CJ = both_CJ[:, :J].astype(jnp.int32) - 1 - first
     # The choices of the turn's last row may go beyond the room.
-    slots = -(-(room + J - 1) // TILE) * TILE
-    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots)
+    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots=room + J - 1)
     out_MD = jnp.asarray(move(out_CD, counts_PP.T, axes, (arriving, leaving), N))
     return unite(out_MD[None], place_NJ[None], row_M[None])[0]
 

@@ -1,7 +1,7 @@
-"""Attention block by block: `flash`, for any platform, and the derivative of it and of splash.py.
+"""Attention block by block: `flash`, for any platform, and derivatives, of splash.py and triton.py too.
 
 attention.py uses this file for other kernels than XLA's and cuDNN's, so a model can be copied without
-it for short rows on CPUs, or for GPUs.
+it for short rows on CPUs.
 
 Shapes: B batch, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim. In
 tiles, X = B · K.
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .kernels import NOT_SEEN, Settings, in_window
+from .kernels import NOT_SEEN, TRITON_BLOCK, Settings, in_window
 from .layers import dot, soft_cap
 
 TILE = 512  # queries, and keys, of one step of `flash`
@@ -24,8 +24,9 @@ def attend_by_blocks(kernel: str, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_
     T = settings.positions
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32)
-    # Whole tiles for `flash`; the padding is a segment of its own.
-    pad = (0, -T % TILE if T > TILE and kernel == "flash" else 0)
+    # Whole tiles; the padding is a segment of its own.
+    size = {"flash": min(T, TILE), "triton": TRITON_BLOCK}.get(kernel, 1)
+    pad = (0, -T % size)
     ids_BT = jnp.pad(segment_ids_BT, ((0, 0), pad), constant_values=jnp.iinfo(jnp.int32).min)
     heads_first = (x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), pad, (0, 0))) for x in heads_first)
@@ -72,6 +73,10 @@ def _functions(kernel, settings):
         from .splash import splash, splash_gradients
 
         output, gradients = splash, splash_gradients
+    elif kernel == "triton":
+        from .triton import triton, triton_gradients
+
+        output, gradients = triton, triton_gradients
     if settings.ring:
         from .context import around_ring
 

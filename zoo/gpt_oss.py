@@ -33,7 +33,7 @@ YARN = Yarn(32.0, 32.0, 1.0, 4_096, False, 1.3465735902799727)  # from 4,096 to 
 class Config(Compute):
     """The architecture. moe.Config explains the fields without a comment.
 
-    Kernels with sinks are flash and splash.
+    All kernels but `xla` have sinks.
     """
 
     vocab_size: int  # V

@@ -1,6 +1,6 @@
 """The choice among attention kernels, and the one that XLA compiles for short rows.
 
-Others are in files of their own: flash.py, splash.py and cudnn.py.
+Others are in files of their own: flash.py, splash.py, triton.py and cudnn.py.
 
 Shapes: B batch, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim.
 """
@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from .layers import dot
 from .sharding import constrain, device, mesh_axes, reshape, shards
 
-JOINABLE = ("flash", "splash")  # kernels whose outputs for several parts of the keys can be joined
+JOINABLE = ("flash", "splash", "triton")  # outputs for several parts of the keys can be joined
 KERNELS = ("auto", "xla", *JOINABLE, "cudnn")  # valid values of Config.attention
 NOT_SEEN = -1e30  # a score without weight
+TRITON_BLOCK = 64  # most queries, and keys, of one step of `triton`
 LONGEST_MASK = 8_192  # positions up to which GPUs before Hopper get a mask of T × T for segments
 FLASH_FROM = 8_192  # positions from which `flash` is faster on CPUs than `blockwise`
 
@@ -44,7 +45,7 @@ class Choice:
 
     kernel: str  # one of KERNELS, but not "auto"
     blocks: int = 0  # positions in a block, of kernels that have blocks
-    obstacle: str = ""  # what the platform's own kernel can't do, if it was not chosen
+    obstacle: str = ""  # what the platform's first kernel can't do, if it was not chosen
 
 
 def choose_kernel(name: str, request: Request) -> Choice:
@@ -68,7 +69,7 @@ def choose_kernel(name: str, request: Request) -> Choice:
     plain = not request.soft_cap and not request.sinks
     if shards("head_dim") > 1 and not request.exchange and plain:
         return Choice("xla", obstacle="rules that split head_dim")
-    return _splash(request) if platform == "tpu" else _cudnn(request)
+    return _splash(request) if platform == "tpu" else _on_gpu(request)
 
 
 def _splash(request: Request) -> Choice:
@@ -78,26 +79,32 @@ def _splash(request: Request) -> Choice:
     return Choice("flash", obstacle=f"{seq_len:,} positions, not a multiple of 128")
 
 
-def _cudnn(request: Request) -> Choice:
+def _on_gpu(request: Request) -> Choice:
     gpu = device().device_kind
     capability = compute_capability(gpu)
-    widest = 256 if capability >= 9 else 128
     if capability < 8:
         return Choice("flash", obstacle=gpu)
-    if request.dtype == "float32":
-        return Choice("flash", obstacle=request.dtype)
-    if request.head_dim > widest:
+    if request.head_dim > 256:
         return Choice("flash", obstacle=f"a head dim of {request.head_dim}")
+    obstacle = _obstacle_of_cudnn(request, capability)
+    return Choice("triton" if obstacle else "cudnn", obstacle=obstacle)
+
+
+def _obstacle_of_cudnn(request: Request, capability: float) -> str:
+    if request.dtype == "float32":
+        return request.dtype
+    if request.head_dim > 128 and capability < 9:
+        return f"a head dim of {request.head_dim}"
     if request.exchange == "ring":
-        return Choice("flash", obstacle="a ring")
+        return "a ring"
     if request.soft_cap:
-        return Choice("flash", obstacle="soft caps")
+        return "soft caps"
     if request.two_sided:
-        return Choice("flash", obstacle="windows to both sides")
+        return "windows to both sides"
     masks = request.seq_len <= LONGEST_MASK and request.seq_len % 2 == 0
     if request.segments and capability < 9 and not masks:
-        return Choice("flash", obstacle=f"{request.seq_len:,} positions with segments")
-    return Choice("cudnn")
+        return f"{request.seq_len:,} positions with segments"
+    return ""
 
 
 def block_of(seq_len: int, window: int | None = None) -> int:

@@ -40,6 +40,7 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "quantization": "low precision (matmul)",
     "rope_scaling": "rotary scalings other than Llama 3's, and those of saved configs",
     "splash": "the attention kernel of TPUs",
+    "triton": "attention on NVIDIA GPUs where cuDNN has no kernel",
 }
 
 

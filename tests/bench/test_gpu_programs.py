@@ -21,6 +21,8 @@ from recipes.common.train.step import TrainStep
 from recipes.instruments.bench.common import Step, make_step, version
 from recipes.instruments.plan.targets import topology
 from recipes.transformer import MODEL
+from zoo.gemma3 import Config as Gemma3Config
+from zoo.gemma3 import Gemma3
 from zoo.transformer import Config, Transformer
 
 pytestmark = [
@@ -30,6 +32,7 @@ pytestmark = [
         not version("jax-cuda13-plugin"), reason="the extra gpu-aot is not installed"
     ),
 ]
+KERNELS = {"_attention", "_attention_dq", "_attention_dkv"}  # of zoo/triton.py
 # Narrow, so that what grows with T² would be most of the memory.
 NARROW = Config(384, 128, 2, num_heads=4, num_kv_heads=2, head_dim=64, mlp=256, dtype="bfloat16")
 
@@ -81,6 +84,27 @@ def test_bench_and_recipe_call_the_same_kernels():
     for counts in called:
         assert ("__cudnn$fmhaSoftmaxBackward", "") in counts
         assert not any(branch for _, branch in counts), counts
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "mesh", "rules"),
+    [
+        (Gemma3, {"soft_cap": 50.0}, {"data": 2}, "fsdp"),
+        (Gemma3, {"soft_cap": 50.0, "head_dim": 256}, {"data": 2}, "fsdp"),
+        (Transformer, {"dtype": "float32"}, {"data": 2}, "fsdp"),
+        (Transformer, {"context": "ring"}, {"data": 2, "seq": 2}, "fsdp_cp"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_where_cudnn_has_no_kernel_triton_has_one(model, changes, mesh, rules):
+    """It compiles, and no tile of `flash` is left in the program."""
+    config = NARROW if model is Transformer else Gemma3Config.tiny()
+    config = dataclasses.replace(config, **{"dtype": "bfloat16"} | changes)
+    step = make_step(config, rules, topology("h100", mesh), 4, 512, segments=True, model=model)
+    text = step.lower().as_text()
+    assert {name for name in KERNELS if f'name = "{name}"' in text} == KERNELS
+    assert not re.search(r"stablehlo\.(case|if)", text)
+    step.compile()
 
 
 @pytest.mark.parametrize("kind", ["h100", "h200"])

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
@@ -18,9 +19,9 @@ TEXTS = [f"text {i:02d} {'x' * (i % 3) * 5}" for i in range(13)]
 
 def definition(model) -> np.ndarray:
     """Vectors of texts one by one, without padding."""
-    vectors = []
+    vectors, encode = [], jax.jit(model.encode)
     for text in TEXTS:
-        x_TD = np.asarray(model.encode(np.array([[START, *text.encode()]])))[0]
+        x_TD = np.asarray(encode(np.array([[START, *text.encode()]])))[0]
         vectors.append(x_TD.mean(axis=0))
     vectors = np.stack(vectors)
     scale = np.linalg.norm(vectors, axis=1, keepdims=True) if model.config.normalize else 1

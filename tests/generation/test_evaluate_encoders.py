@@ -32,7 +32,7 @@ def test_a_pseudo_perplexity_masks_each_token_alone(inside, quick, tmp_path):
     out, found = evaluated(inside, tmp_path, *flags)
     tokens_T = np.array([START, *text], np.int32)
     tokens_BT = np.where(np.eye(len(tokens_T), dtype=bool), MASK, tokens_T)[1:]
-    log_probs_BTV = np.asarray(jax.nn.log_softmax(model(tokens_BT), axis=-1))
+    log_probs_BTV = np.asarray(jax.nn.log_softmax(jax.jit(model)(tokens_BT), axis=-1))
     n = np.arange(len(text))
     nats = -log_probs_BTV[n, n + 1, tokens_T[1:]]
     right = (log_probs_BTV[n, n + 1].argmax(axis=-1) == tokens_T[1:]).mean()
@@ -53,7 +53,7 @@ def test_a_classifier_s_accuracy_is_counted_by_classes(inside, quick, tmp_path):
     flags = ("--mesh=4x2", "--seq_len=16", "--batch_size=8", f"--dataset={file}")
     out, found = evaluated(inside, tmp_path, *flags)
     tokens_BT = np.array([[START, *row["text"].encode()] for row in rows], np.int32)
-    guess_B = np.asarray(model.classify(tokens_BT)).argmax(axis=1)
+    guess_B = np.asarray(jax.jit(model.classify)(tokens_BT)).argmax(axis=1)
     counts = np.zeros((3, 3))
     np.add.at(counts, (np.array([1, 0])[np.arange(13) % 2], guess_B), 1)
     facts = found[str(file)]

@@ -165,6 +165,7 @@ def test_logits_of_padded_prompts_are_those_of_their_own_length(scaling):
     config = dataclasses.replace(Config.tiny(), num_layers=1, rope_scaling=SCALINGS[scaling])
     layout = make_layout(Transformer, config, make_mesh("1x1"))
     model = layout.model.merge(random_variables(layout))
+    forward = jax.jit(model)
     random = np.random.default_rng(0)
     tokens_BT = random.integers(0, 384, (3, 32)).astype(np.int32)
     lengths_B = np.array([3, 20, 25], np.int32)
@@ -172,13 +173,13 @@ def test_logits_of_padded_prompts_are_those_of_their_own_length(scaling):
     more_BV, _ = jax.jit(model.decode)(tokens_BT[:, 0], cache)
     for b, length in enumerate(lengths_B):
         row = tokens_BT[b, 32 - length :]
-        wanted_V = model(row[None])[0, -1]
+        wanted_V = forward(row[None])[0, -1]
         np.testing.assert_allclose(found_BV[b], wanted_V, rtol=0, atol=1e-5)
         if (
             b != 1
         ):  # that row grows beyond the original length, and its cached keys stay as they are
             row = np.append(row, tokens_BT[b, 0])
-            wanted_V = model(row[None])[0, -1]
+            wanted_V = forward(row[None])[0, -1]
             if scaling == "longrope" or b == 0:
                 np.testing.assert_allclose(more_BV[b], wanted_V, rtol=0, atol=1e-5)
 

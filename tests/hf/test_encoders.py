@@ -21,6 +21,7 @@ from tests.by_hand.encoder_parity import CASES, GOLDENS, MESHES, OUTPUTS, larges
 from tests.by_hand.hf_parity import TOLERANCE, export
 from tests.conftest import full_except
 from tests.support.golden_folders import GOLDEN
+from tests.support.models import built
 from tests.support.quick import quick as quick
 from zoo.bert import Bert, Config
 
@@ -33,7 +34,7 @@ SEGMENTS_BT = np.array([[1] * 6 + [0] * 3] + [[1] * 9] * 3)  # a shorter text wi
 
 def write(folder, architecture="", **options):
     """Writes a random model; returns (model, the tensors in its folder)."""
-    model = Bert(Config(**SIZES, **options), rngs=nnx.Rngs(0))
+    model = built(Bert, Config(**SIZES, **options))
     arrays = paths(nnx.to_pure_dict(nnx.state(model)))
     arrays = {path: np.asarray(array) for path, array in arrays.items()}
     hf.write(folder, "bert", model.config, 40, arrays.get, architecture=architecture)
@@ -80,9 +81,9 @@ def test_a_sentence_transformer_keeps_its_pooling_and_normalization(tmp_path):
     assert [m["type"].split(".")[-1] for m in modules] == ["Transformer", "Pooling", "Normalize"]
     again = hf.open_folder(tmp_path / "st")
     assert again.config == model.config
-    x_TD = np.asarray(model.encode(TOKENS_BT[:1, :6]))[0]  # the text without its padding
+    x_TD = np.asarray(jax.jit(model.encode)(TOKENS_BT[:1, :6]))[0]  # the text without its padding
     wanted_D = x_TD.mean(axis=0) / np.linalg.norm(x_TD.mean(axis=0))
-    found_BD = np.asarray(model.pool(TOKENS_BT, SEGMENTS_BT))
+    found_BD = np.asarray(jax.jit(model.pool)(TOKENS_BT, SEGMENTS_BT))
     np.testing.assert_allclose(found_BD[0], wanted_D, atol=2e-6)
     sharded_BD = np.asarray(restored(tmp_path / "st").pool(TOKENS_BT, SEGMENTS_BT))
     np.testing.assert_allclose(sharded_BD, found_BD, atol=2e-6)
@@ -97,7 +98,7 @@ def test_a_classifier_has_their_names_and_definition(tmp_path, name):
     pooler, out = "bert.pooler.dense", "classifier"
     if name == "Roberta":
         pooler, out = "classifier.dense", "classifier.out_proj"
-    x_BD = np.asarray(model.encode(TOKENS_BT))[:, 0]
+    x_BD = np.asarray(jax.jit(model.encode)(TOKENS_BT))[:, 0]
     x_BD = np.tanh(x_BD @ tensors[f"{pooler}.weight"].T + tensors[f"{pooler}.bias"])
     wanted_BK = x_BD @ tensors[f"{out}.weight"].T + tensors[f"{out}.bias"]
     found_BK = np.asarray(restored(tmp_path / "c").classify(TOKENS_BT))

@@ -1,6 +1,7 @@
 """Values of a model's variables for tests that compute with them, without compiling an initialization."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,11 @@ def random_variables(layout: Layout) -> Tree:
     """Random values of a model, the same on any mesh, sharded by the layout."""
     variables = layout.variables()
     return jax.device_put(random_values(variables), shardings(variables))
+
+
+def built(module: type[nnx.Module], config: Any, seed: int = 0, **options) -> Any:
+    """A new module, by one program; eagerly, JAX would compile one for each operation and shape."""
+    return jax.jit(lambda: module(config, rngs=nnx.Rngs(seed), **options))()
 
 
 def random_decoder(model: type[Decoder], config: Compute) -> Decoder:

@@ -54,7 +54,7 @@ def cross_entropy(logits, labels):
 
 def train_by_hand(build, mean_loss, feed, vectors: tuple[str, ...]) -> list[tuple]:
     """FIELDS of each step: AdamW by its definition, on means, after clipping to a norm of 1."""
-    params, found = variables_of(build())["params"], []
+    params, found = jax.jit(lambda: variables_of(build())["params"])(), []
     first = second = jax.tree.map(np.zeros_like, params)
     merge = abstract_model(build).merge
     gradient = jax.jit(jax.value_and_grad(lambda p, b: mean_loss(merge({"params": p}), b)))

@@ -47,7 +47,7 @@ from tests.support.runs import records
 from zoo import splash
 from zoo.attention import attend
 from zoo.flash import TILE
-from zoo.kernels import FLASH_FROM, Choice, Settings, block_of
+from zoo.kernels import FLASH_FROM, TRITON_BLOCK, Choice, Settings, block_of
 from zoo.sizes import TRANSFORMER as SIZES
 from zoo.splash import may_see
 from zoo.strategies import DECODER
@@ -116,6 +116,9 @@ def documents(B: int, T: int) -> np.ndarray:
             ("xla", 300, 2, True, None, "both sides"),
             ("xla", 500, 1, True, 40, "both sides"),
             ("xla", 200, 2, True, None, "cap, sinks"),  # blockwise has neither: flash computes it
+            ("triton", 200, 2, True, 40, "cap, sinks"),  # padded to whole blocks
+            ("triton", 320, 1, True, None, ""),
+            ("triton", 330, 4, False, 90, "both sides"),
         ],
         fast=[
             ("splash", 384, 2, True, 40, "cap, sinks"),
@@ -124,6 +127,7 @@ def documents(B: int, T: int) -> np.ndarray:
             ("flash", 1200, 2, True, None, ""),
             ("xla", 500, 1, True, 40, "both sides"),
             ("flash", 200, 4, True, 40, "both sides, sinks"),
+            ("triton", 200, 2, True, 40, "cap, sinks"),
         ],
     ),
 )
@@ -161,7 +165,7 @@ def compare_with_definition(kernel, T, K, segments, window, extras):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kernel", ["flash", "splash"])
+@pytest.mark.parametrize("kernel", ["flash", "splash", "triton"])
 def test_a_kernel_in_bfloat16_is_as_exact_as_bfloat16(kernel):
     """Errors are those of rounding inputs and weights to 8 bits, whatever the number of tiles."""
     shape = bench_kernels.Shape(1, 1_024, 2, 1, 64, segments=True, window=700)
@@ -227,6 +231,8 @@ UNSEEN = {
     full_except(
         [
             *itertools.product(["flash", "splash"], UNSEEN),
+            # It visits all between the first and the last that a query sees.
+            *itertools.product(["triton"], [*UNSEEN][:3]),
         ],
         fast=[("flash", "window"), ("flash", "segments that come back")],
     ),
@@ -234,7 +240,9 @@ UNSEEN = {
 def test_tiles_that_nobody_sees_are_skipped(kernel, case):
     """NaN in keys and values reaches every tile that is computed, even where it is masked."""
     segments, window, poisoned, queries, keys = UNSEEN[case]
-    tile = block_of(4 * TILE, window) if kernel == "splash" else TILE
+    tiles = {"flash": TILE, "splash": block_of(4 * TILE, window), "triton": TRITON_BLOCK}
+    tile = tiles[kernel]
+    window = window and window * tile // TILE
     T = 4 * tile
     rng = np.random.default_rng(0)
     q, k, v, weight = (rng.standard_normal((1, T, heads, 8), np.float32) for heads in (2, 1, 1, 2))
@@ -313,11 +321,13 @@ def without_segments(window, ids_BT, ids_BS, *rest):
 def grids(T: int, ids_BT, window=None, offset: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
     """What splash loads and whether it computes it, step by step: for outputs, and for dK with dV."""
     settings = Settings(positions=T, window=window)
-    _, (by_query, _, by_key), _ = splash._splash(settings, ids_BT, ids_BT, jnp.int32(offset))
-    of_queries, of_keys = (
-        (np.asarray(mask.data_next[0]), np.asarray(mask.block_mask[0]))
-        for mask in (by_query, by_key)
-    )
+
+    @jax.jit
+    def loads_and_computes(ids_BT, offset):
+        _, (by_query, _, by_key), _ = splash._splash(settings, ids_BT, ids_BT, offset)
+        return [(mask.data_next[0], mask.block_mask[0]) for mask in (by_query, by_key)]
+
+    of_queries, of_keys = jax.device_get(loads_and_computes(ids_BT, jnp.int32(offset)))
     return [of_queries, (of_keys[0].T, of_keys[1].T)]
 
 
@@ -416,6 +426,7 @@ def constants(traced) -> list[np.ndarray]:
                 "none",
                 FEW | {"context": "ring", "sliding_window": 150},
             ),
+            ("triton", "fsdp_cp", "data=4,seq=2", "dots", FEW | {"context": "ring"}),
         ],
         fast=[("splash", "hsdp_tp", "2x2x2", "full", {})],
     ),
@@ -480,15 +491,16 @@ def test_cudnn_s_values_may_be_narrower_than_its_keys(monkeypatch):
     dims = (12, 12, 9)
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 24, 2, H)) for i, H in enumerate(dims))
     ids = documents(2, 24)
-    ours = attend(q, k, v, ids, kernel="cudnn")
-    np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
+    ours = jax.jit(lambda *qkv: attend(*qkv, ids, kernel="cudnn"))(q, k, v)
+    theirs = jax.jit(lambda *qkv: plain(*qkv, ids, None))(q, k, v)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_a_config_names_a_kernel_that_there_is():
     with pytest.raises(
-        ValueError, match="attention='triton' is not one of auto, xla, flash, splash, cudnn"
+        ValueError, match="attention='mosaic' is not one of auto, xla, flash, splash, triton, cudnn"
     ):
-        dataclasses.replace(TINY, attention="triton")
+        dataclasses.replace(TINY, attention="mosaic")
 
 
 @pytest.mark.full
@@ -528,7 +540,7 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
         (H100, 1024, False, {"head_dim": 20}, Choice("cudnn")),
         (H100, 1024, False, {"head_dim": 264}, Choice("flash", obstacle="a head dim of 264")),
         (H100, 1024, False, {"head_dim": 256}, Choice("cudnn")),
-        (H100, 1024, False, {"dtype": "float32"}, Choice("flash", obstacle="float32")),
+        (H100, 1024, False, {"dtype": "float32"}, Choice("triton", obstacle="float32")),
         (MI300, 1024, False, {}, Choice("flash", obstacle="AMD Instinct MI300X")),
         (("cpu", "cpu"), 1024, True, {}, Choice("xla")),
         (("cpu", "cpu"), FLASH_FROM - 1, True, {}, Choice("xla")),
@@ -559,6 +571,11 @@ def test_the_mesh_in_force_decides_the_kernel(device, T, segments, changes, choi
         ("cudnn", MI300, {}, "AMD Instinct MI300X"),
         ("cudnn", H100, {"dtype": "float32"}, "float32"),
         ("cudnn", H100, {"head_dim": 264}, "a head dim of 264"),
+        ("triton", H100, {}, None),
+        ("triton", H100, {"dtype": "float32"}, None),
+        ("triton", H100, {"head_dim": 264}, "a head dim of 264"),
+        ("triton", TPU, {}, "tpu devices"),
+        ("triton", MI300, {}, "AMD Instinct MI300X"),
         ("flash", H100, {"head_dim": 20}, None),
     ],
 )
@@ -606,8 +623,10 @@ def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
 
     cudnn = Choice("cudnn")
     none = Choice("flash", obstacle="Tesla V100-SXM2-16GB")
-    wide = Choice("flash", obstacle="a head dim of 256")
-    odd, long = (Choice("flash", obstacle=f"{T} positions with segments") for T in ("999", "8,194"))
+    wide = Choice("triton", obstacle="a head dim of 256")
+    odd, long = (
+        Choice("triton", obstacle=f"{T} positions with segments") for T in ("999", "8,194")
+    )
     for capability, head_dim, T, segments, wanted in (
         ("7.0", 64, 1024, False, none), ("gfx942", 64, 1024, False, none),
         ("8.0", 64, 1024, False, cudnn), ("8.0", 128, 16_384, False, cudnn),

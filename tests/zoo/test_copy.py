@@ -132,6 +132,7 @@ def use(name: str, entry) -> None:
         "lora": {"lora_rank": 2},
         "mtp": {"mtp_depth": 1},
         "splash": {"attention": "splash"},
+        "triton": {"attention": "triton"},
         "cudnn": {"attention": "cudnn"},
         "flash": {"attention": "flash"},
         "periods": {"layer_kinds": ((None, 1e4), (None, None))},
@@ -182,7 +183,7 @@ def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
     entry = importlib.import_module(f"{package}.{copied}")
     use("", entry)  # all else works
     needs = {"context": ["flash"], "delta_context": ["context", "flash"], "splash": ["flash"]}
-    needs |= {"gpipe": ["pipeline"]}
+    needs |= {"gpipe": ["pipeline"], "triton": ["flash", "splash"]}
     for other in needs.get(name, []):  # on the way to it
         shutil.copy(ZOO / f"{other}.py", bare / package)
     with pytest.raises(ImportError) as error:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from recipes.common.mesh import make_mesh
 from tests.conftest import full_except
+from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo import delta, delta_context, delta_rule
 from zoo.attention import make_positions
@@ -319,7 +320,7 @@ EVERY = dict.fromkeys((*NAMES, "seq", "residual_seq"))
 def layer_outputs_and_gradients(rules=None, mesh=None):
     """Of a GatedDelta, with packed rows: (outputs, gradients of the input and of the weights)."""
     config = Config()
-    graph, params = nnx.split(delta.GatedDelta(config, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(built(delta.GatedDelta, config))
     random = np.random.default_rng(0)
     x_BTD = random.standard_normal((8, 16, config.embed)).astype(np.float32)
     ids_BT = np.cumsum(random.random((8, 16)) < 0.2, axis=1, dtype=np.int32)
@@ -366,7 +367,7 @@ def test_a_layer_is_its_definition():
     """From its input to its output: projections, decays and the gated norm too."""
     heads = {"delta_heads": N, "delta_key_heads": G, "delta_key_dim": K, "delta_value_dim": V}
     config = Config(conv_width=W, **heads)
-    layer = delta.GatedDelta(config, rngs=nnx.Rngs(0))
+    layer = built(delta.GatedDelta, config)
     x_BTD = np.random.default_rng(0).standard_normal((B, ROWS, config.embed)).astype(np.float32)
     _, ids_BT = projections(np.float32)
 
@@ -392,7 +393,7 @@ def test_a_layer_is_its_definition():
 def test_a_packed_document_is_computed_as_alone():
     """Resets state and convolution: a layer's outputs for the second document don't see the first."""
     config = Config()
-    layer = delta.GatedDelta(config, rngs=nnx.Rngs(0))
+    layer = built(delta.GatedDelta, config)
     x_BTD = np.random.default_rng(0).standard_normal((1, 12, config.embed)).astype(np.float32)
     tokens_BT = jnp.zeros((1, 12), jnp.int32)
     ids_BT = jnp.asarray([[1] * 5 + [2] * 7])
@@ -409,7 +410,7 @@ def test_a_packed_document_is_computed_as_alone():
 
 def test_a_decay_s_bias_is_added_in_float32(monkeypatch):
     """In bfloat16 too: a decay multiplies the state over and over."""
-    layer = delta.GatedDelta(Config(), rngs=nnx.Rngs(0))
+    layer = built(delta.GatedDelta, Config())
     layer.decay.set_value(jnp.zeros_like(layer.decay[...]))
     received = []
     monkeypatch.setattr(

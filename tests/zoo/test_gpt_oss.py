@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from recipes.common.mesh import make_mesh
+from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo import gpt_oss
 from zoo.attention import make_positions
@@ -77,7 +78,7 @@ def test_experts_are_their_definition(capacity, mesh, rules):
 def test_a_dropped_position_gets_nothing_of_down_s_bias():
     """All positions choose the same experts, which take the first two of them."""
     config = dataclasses.replace(TINY, capacity=1.0)
-    experts = gpt_oss.Experts(config, rngs=nnx.Rngs(0))
+    experts = built(gpt_oss.Experts, config)
     experts.down.set_value(jnp.zeros_like(experts.down[...]))
     experts.down_bias.set_value(jnp.ones_like(experts.down_bias[...]))
     T = 2 * config.num_experts // config.experts_per_token

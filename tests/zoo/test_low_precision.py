@@ -16,6 +16,7 @@ from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.instruments.plan.hardware import HARDWARE
 from tests.conftest import full_except
+from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo import moe, quantization, transformer
 from zoo.attention import make_positions
@@ -179,8 +180,12 @@ def test_experts_are_multiplied_alike(matmul, dropless):
     def run(rows, w):
         return multiply_rounded(how, rows, w, x_q, x_scale, q, q_scale, sizes)
 
-    y, pull = jax.vjp(run, rows, jnp.asarray(w))
-    found = y, *pull(jnp.reshape(grad, shape(grad)))
+    @jax.jit
+    def with_gradients(rows, w, grad):
+        y, pull = jax.vjp(run, rows, w)
+        return y, *pull(grad)
+
+    found = with_gradients(rows, w, jnp.reshape(grad, shape(grad)))
     whole = (x.reshape(-1, K), grad.reshape(-1, N)) if dropless else None
     for e in range(E):
         wanted = reference(matmul, "", x[e], w[e], grad[e], whole)
@@ -250,7 +255,7 @@ def test_an_expert_s_gradients_are_rounded_by_its_own_rows(mesh, strategy):
         )
         for matmul in ("", "int8")
     )  # fmt: skip
-    experts = GatedExperts(exact, biased=False, normalize=False, rngs=nnx.Rngs(0))
+    experts = built(GatedExperts, exact, biased=False, normalize=False)
     random = np.random.default_rng(0)
     x_BTD, grad_BTD = (random.standard_normal((4, 8, D)).astype(np.float32) for _ in range(2))
     # The first input makes a softmax of (1, 1e-4) of all logits.
@@ -309,11 +314,11 @@ def test_adapters_stay_exact():
 
 @pytest.mark.full
 def test_stored_weights_give_the_rounded_weights_product():
-    model = transformer.Transformer(transformer.Config.tiny(), rngs=nnx.Rngs(0))
+    model = built(transformer.Transformer, transformer.Config.tiny())
     exact = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
     stored = store(model, DECODER.in_use)
     stored.config = config("int8_weights")
-    rounded_too = transformer.Transformer(transformer.Config.tiny(), rngs=nnx.Rngs(0))
+    rounded_too = built(transformer.Transformer, transformer.Config.tiny())
     found = paths(nnx.to_pure_dict(nnx.state(stored)))
     for name, contracted in {"attention/q": (1,), "attention/o": (1, 2), "mlp/down": (1,)}.items():
         w = found[f"layers/{name}"]

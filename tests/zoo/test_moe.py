@@ -26,6 +26,7 @@ from recipes.common.train.step import gradients
 from recipes.instruments.plan.answer import of_layout
 from recipes.instruments.plan.textbook import devices_of_a_row, transfers
 from tests.conftest import full_except
+from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo import dispatch
 from zoo.attention import make_positions
@@ -183,7 +184,7 @@ def test_an_expert_takes_as_many_positions_as_it_has_slots():
     """
     config = dataclasses.replace(Config.tiny(), num_experts=2, experts_per_token=2, capacity=0.5)
     slots, rows, T = 3, 2, 6
-    layer = GatedExperts(config, biased=False, normalize=True, rngs=nnx.Rngs(0))
+    layer = built(GatedExperts, config, biased=False, normalize=True)
     graph, weights = nnx.split(layer)
     x_D = np.random.default_rng(0).normal(size=config.embed).astype(np.float32)
 
@@ -208,7 +209,7 @@ def test_an_expert_takes_as_many_positions_as_it_has_slots():
 def test_devices_without_a_capacity_compute_their_own_experts_choices():
     """Two devices with two experts each give what one device gives, gradients too."""
     config = dataclasses.replace(Config.tiny(), capacity=None, num_experts=4)
-    graph, weights = nnx.split(GatedExperts(config, biased=False, normalize=True, rngs=nnx.Rngs(0)))
+    graph, weights = nnx.split(built(GatedExperts, config, biased=False, normalize=True))
     x_BTD = np.random.default_rng(0).normal(size=(2, 6, config.embed)).astype(np.float32)
 
     def total(weights, x_BTD):
@@ -545,7 +546,7 @@ def computed(load: str, mesh: str, strategy: str, room: float):
     """(output, gradients) of a mixture of 8 experts, whose choice a bias decides."""
     choices, chosen = LOADS[load]
     config = dataclasses.replace(Config.tiny(), capacity=None, experts_per_token=choices)
-    module = GatedExperts(config, biased=True, normalize=True, rngs=nnx.Rngs(0))
+    module = built(GatedExperts, config, biased=True, normalize=True)
     module.bias[...] = jnp.zeros(8).at[jnp.array(chosen, int)].set(100.0)
     graph, weights = nnx.split(module)
     x_BTD = np.random.default_rng(0).normal(size=(8, 5, config.embed)).astype(np.float32)
@@ -561,14 +562,14 @@ def computed(load: str, mesh: str, strategy: str, room: float):
     made = make_mesh(mesh)
     ragged_dot = jax.lax.ragged_dot
 
-    def in_tiles(x_MD, *args, **kwargs):
-        assert len(x_MD) % 4 == 0, "TPUs have a kernel for whole tiles alone"
+    def in_blocks(x_MD, *args, **kwargs):
+        assert len(x_MD) % 4 == 0, "TPUs have a kernel for whole blocks alone"
         return ragged_dot(x_MD, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(made):
         patch.setattr(dispatch, "ROOM", room)
-        patch.setattr(dispatch, "TILE", 4)
-        patch.setattr(jax.lax, "ragged_dot", in_tiles)
+        patch.setattr(dispatch, "ROWS", 4)
+        patch.setattr(jax.lax, "ragged_dot", in_blocks)
         with nnx.logical_axis_rules(tuple(RULES[strategy].items())):
             on_mesh = jax.device_put(weights, nnx.get_named_sharding(weights, made))
             x_BTD = jax.device_put(x_BTD, jax.NamedSharding(made, jax.P(("data", "expert"))))
@@ -602,12 +603,13 @@ def test_rows_travel_to_the_devices_of_their_experts(load, mesh, strategy, room)
 def test_rows_beyond_a_limit_of_the_load_are_dropped_and_counted():
     """By definition: a device takes the choices of its experts, row by row, until it has enough."""
     config = dataclasses.replace(Config.tiny(), capacity=None, load_limit=0.8)
-    module = GatedExperts(config, biased=True, normalize=True, rngs=nnx.Rngs(0))
+    module = built(GatedExperts, config, biased=True, normalize=True)
     module.bias[...] = jnp.zeros(8).at[3].set(100.0)  # all rows choose it, and a further expert
     graph, weights = nnx.split(module)
     x_BTD = np.random.default_rng(0).normal(size=(8, 5, config.embed)).astype(np.float32)
     positions = make_positions(config, jnp.zeros((8, 5), jnp.int32))
-    (expert_BTJ, weight_BTJ, _), _ = jax.device_get(module.route(x_BTD, positions.counted_BT, 5))
+    route = jax.jit(lambda x_BTD: module.route(x_BTD, positions.counted_BT, 5)[0])
+    expert_BTJ, weight_BTJ, _ = jax.device_get(route(x_BTD))
     gate_EDF, up_EDF, down_EFD = (np.asarray(w[...]) for w in (module.gate, module.up, module.down))
     wanted_BTD, taken_P, dropped = np.zeros_like(x_BTD), np.zeros(4, int), 0
     for b, t in np.ndindex(8, 5):
@@ -617,7 +619,8 @@ def test_rows_beyond_a_limit_of_the_load_are_dropped_and_counted():
             if had_P[e // 2] >= 0.8 * 8 * 5 * 2 / 4:
                 dropped += 1
                 continue
-            hidden_F = np.asarray(jax.nn.silu(x_D @ gate_EDF[e])) * (x_D @ up_EDF[e])
+            gate_F = x_D @ gate_EDF[e]
+            hidden_F = gate_F / (1 + np.exp(-gate_F)) * (x_D @ up_EDF[e])
             wanted_BTD[b, t] += weight * (hidden_F @ down_EFD[e])
 
     @jax.jit
@@ -652,6 +655,51 @@ def test_rows_travel_once_forward_once_backward_and_once_for_remat(remat, times)
 
 
 ROW_OF_IDS = jax.ShapeDtypeStruct((16,), np.int32)
+
+
+def test_tpus_multiply_whole_blocks_of_rows(monkeypatch):
+    """Forward and both gradients, in blocks that we name; by default TPUs mask a dense product."""
+    monkeypatch.setattr(dispatch, "device", lambda: types.SimpleNamespace(platform="tpu"))
+    config = dataclasses.replace(Config.tiny(), capacity=None, num_layers=1, embed=256, mlp=640)
+    layout = make_layout(MoE, config, make_mesh("data=1,expert=4"), "ep", batch_size=4, seq_len=150)
+    batch = layout.abstract_batch(
+        dict.fromkeys(("tokens", "targets"), ROW_OF_IDS.update(shape=(150,)))
+    )
+    with layout.trace():
+        traced = jax.jit(functools.partial(gradients, layout)).trace(layout.variables(), batch)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    rows = -(-math.ceil(1.5 * 150 * 2 + 1) // 256) * 256
+    found = set()
+    for line in (line for line in text.splitlines() if '"chlo.ragged_dot"' in line):
+        blocks = re.search(r'ragged_dot_tiling = "256,(\d+),(\d+)"', line)
+        shapes = re.findall(r"tensor<([\dx]+)xf32>", line)
+        assert blocks, line
+        found.add((*shapes, *blocks.groups()))
+    assert found == {
+        (f"{rows}x256", "2x256x640", f"{rows}x640", "256", "384"),  # gate and up
+        (f"{rows}x640", "2x640x256", f"{rows}x256", "640", "256"),  # down, and a gradient
+        (f"{rows}x256", f"{rows}x640", "2x256x640", "256", "640"),
+        (f"{rows}x640", f"{rows}x256", "2x640x256", "384", "256"),
+    }
+
+
+def test_products_in_blocks_have_the_gradients_of_ragged_dot():
+    random = np.random.default_rng(0)
+    x_MK, w_EKN, weight_MN = (
+        random.normal(size=shape).astype(np.float32) for shape in ((256, 8), (3, 8, 6), (256, 6))
+    )
+    sizes_E = jnp.array([100, 0, 130])
+    inside_M1 = (np.arange(256) < 230)[:, None]
+
+    def gradient(product):
+        def total(x_MK, w_EKN):
+            out_MN = product(x_MK, w_EKN, sizes_E)
+            return jnp.where(inside_M1, jnp.sin(out_MN) * weight_MN, 0).sum()
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(x_MK, w_EKN)
+
+    pair = gradient(dispatch.product_in_blocks), gradient(jax.lax.ragged_dot)
+    jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
 @pytest.mark.parametrize(

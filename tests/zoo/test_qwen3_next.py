@@ -13,7 +13,7 @@ from recipes.common.generation import Generator, Sampling, cap_windows
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
-from tests.support.models import random_variables
+from tests.support.models import built, random_variables
 from tests.support.quick import QUICK
 from zoo.attention import make_positions
 from zoo.qwen3_next import Config, Qwen3Next
@@ -30,7 +30,7 @@ IDS_BT = np.cumsum(STARTS_BT, axis=1, dtype=np.int32)
 
 @functools.cache
 def build(config) -> Qwen3Next:
-    return Qwen3Next(config, rngs=nnx.Rngs(0))
+    return built(Qwen3Next, config)
 
 
 @pytest.mark.parametrize("layers", full_except([3, 8], [3]))

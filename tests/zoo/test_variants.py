@@ -11,6 +11,7 @@ from flax import nnx
 
 from tests.conftest import full_except
 from tests.sharding.test_context import loss_and_gradients
+from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo.attention import make_positions
 from zoo.layers import Kind, rope_angles
@@ -47,7 +48,7 @@ ALL = {
 @pytest.mark.parametrize("entry", ALL)
 def test_generation_is_the_whole_row_with_all_switches(entry):
     model_class, config = ALL[entry]
-    graph, state = nnx.split(model_class(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(built(model_class, config))
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda x: x + 0.1 * random.normal(size=x.shape).astype(x.dtype), state)
     model = nnx.merge(graph, state)
@@ -101,7 +102,7 @@ BY_LENGTH = {
 @pytest.mark.parametrize("scaling", full_except(BY_LENGTH, ["longrope", "growth"]))
 def test_a_packed_document_is_scaled_like_one_in_a_row_of_its_own(scaling):
     config = dataclasses.replace(Config.tiny(), num_layers=1, **BY_LENGTH[scaling])
-    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(built(Transformer, config))
     state["layers"]["attention"]["q"][...] *= 30  # positions matter
     model = nnx.merge(graph, state)
     read = jax.jit(lambda tokens_BT, ids_BT: model(tokens_BT, ids_BT), compiler_options=QUICK)

@@ -14,7 +14,11 @@ from zoo.quantization import has_float8
 from zoo.sharding import device, mesh_axes, shards
 from zoo.strategies import EXPERT, SEQ
 
-PLATFORMS = {"splash": "tpu", "cudnn": "gpu"}  # kernel → the only platform that has it
+PLATFORMS = {
+    "splash": "tpu",
+    "triton": "gpu",
+    "cudnn": "gpu",
+}  # kernel → the only platform that has it
 
 
 def check(layout: Layout) -> None:
@@ -31,7 +35,7 @@ def check(layout: Layout) -> None:
     obstacle = ""
     if platform != PLATFORMS[name]:
         obstacle = f"{platform} devices"
-    elif chosen.kernel == name and best.kernel == "flash":
+    elif chosen.kernel == name != best.kernel:
         obstacle = best.obstacle
     if obstacle:
         raise UserError(

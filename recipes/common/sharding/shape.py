@@ -27,8 +27,8 @@ from zoo.strategies import (
 
 # Of two towers: the stack of the layers of texts, with which paths of its other weights begin, and the
 # logical axis of its learned positions; and weights that are multiplied with one position.
-TEXT, TEXT_POSITIONS = "text", "text_positions"
-ONCE = ("pooling/q", "pooling/o", "pooling/mlp", "image_head", "text_head")
+TEXT, TEXT_POSITIONS, TEXT_HEAD = "text", "text_positions", "text_head"
+ONCE = ("pooling/q", "pooling/o", "pooling/mlp", "image_head", TEXT_HEAD)
 
 Weights = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # path → (logical axes, shape)
 
@@ -116,11 +116,14 @@ class Shape:
     embed: int  # D, width of the residual stream
     layers: tuple[LayerShape, ...]  # one for each kind, in the order of the first layers
     vocab_size: int = 0  # V, if inputs are rows of tokens
+    logits: int = 0  # V, if the loss is of tokens; 0: of classes or vectors of rows
     max_positions: int | None = None  # of a row, if the model learns positions
     period: int = 1  # layers that a pipeline's stage has a multiple of
     mtp_layers: int = 0  # layers of the last kind after the others, in the MTP head
     positions: int = 1  # of an example, of a model without tokens
     text_positions: int = 0  # of its text, of a model with two towers
+    joint: int = 0  # dims of embeddings that such a model compares
+    pairs: str | None = None  # how they meet: a field of the config
     # Fields of the config on how to compute; None: it has no such field.
     dtype: str | None = None  # of activations and matmuls; None: float32
     kernel: str | None = None  # of attention, or "auto"; None: XLA's
@@ -169,10 +172,10 @@ class Shape:
     def multiplied(self) -> int:
         """N: the weights that a position is multiplied with in training.
 
-        All but vectors (biases, norms, gates) and the lookup in the embedding table. Of experts, the
-        router and those that a position uses. The MTP head has its own logits.
+        All but vectors (biases, norms, gates), the lookup in the embedding table and what classifies
+        rows. Of experts, the router and those that a position uses. The MTP head has its own logits.
         """
-        D, table = self.embed, self.vocab_size * self.embed
+        D, table = self.embed, self.logits * self.embed
         stack = sum(count * self.of_layer(layer) for layer, count in self.trained_layers)
         return stack + table + self.mtp_layers * (2 * D * D + table)
 
@@ -225,11 +228,14 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         embed=embed,
         layers=tuple(layers),
         vocab_size=vocab_size,
+        logits=0 if _stated(config, "task") in ("classify", "embed") else vocab_size,
         max_positions=learned if vocab_size else None,
         period=len(windows),
         mtp_layers=int(any(path.startswith(HEAD_PATH) for path in weights)),
         positions=1 if vocab_size else learned or model.positions,
         text_positions=of_text,
+        joint=weights[TEXT_HEAD][1][-1] if of_text else 0,
+        pairs=_stated(config, "pairs"),
         dtype=_stated(config, "dtype"),
         kernel=_stated(config, "attention"),
         remat=_stated(config, "remat"),

@@ -69,7 +69,9 @@ class GpuFlags:
         "124m:1024,1b:2048", "Pairs of size:tokens of context, comma-separated.", group="model"
     )
     kernels: str = flag(
-        "flash,cudnn,xla", "Attention kernels to check and to try, comma-separated.", group="model"
+        "cudnn,triton,flash,xla",
+        "Attention kernels to check and to try, comma-separated.",
+        group="model",
     )
     matmuls: str = flag(
         "", "Formats of matmuls to try with the best settings so far, comma-separated: int8, fp8.",
@@ -127,9 +129,11 @@ def gpu(flags: GpuFlags) -> None:
         f"--rounds={flags.rounds}",
         f"--{'' if flags.toy else 'no'}toy",
     ]
+    if flags.torch and not sweep.torch:
+        print0("PyTorch is not installed; pip install torch adds its rows.")
     until, unmeasured = time.monotonic() + 60 * flags.minutes, None
     table = Table("case", "attention", "batch", "matmul", "offload", "settings", "ms per step", "tokens/s",
-                  "MFU (causal)", "MFU (full)", "GB", "compile s")  # fmt: skip
+                  "MFU (causal)", "MFU (full)", "GB", "compile s", "ms by kind")  # fmt: skip
     for row, result in sweep.done.items():
         table.row(*cells(row, result))
     for row in sweep.rows():
@@ -151,8 +155,6 @@ def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
     print0("", "Kernels: the largest error of values and gradients against float32 attention, and the time "
            f"of a forward and a backward pass of {TIMED}. Medians of {flags.rounds} timings of {flags.steps} "
            f"steps with one sync each. {CONVENTION}")  # fmt: skip
-    if not version("torch"):
-        print0("PyTorch is not installed.")
     if unmeasured:
         more = (
             "the same command continues" if flags.out else "with --out=FILE it could be continued"
@@ -221,17 +223,20 @@ class Sweep:
             yield Row("check", attention=kernel)
 
     def _guesses(self) -> Iterator[Row]:
-        """Guesses for all cases in turn: packed and plain rows, ours and PyTorch's; then generation."""
-        lists = []
+        """Each case, packed and plain, ours and PyTorch's; then generation; then other guesses."""
+        later = []
         for case in self.cases:
             ours, batches = TOY_CASE if self.toy else GUESSES.get(case, OTHER_CASES)
             first, *others = (Row("step", case, segments=True, **guess) for guess in ours)
-            without = dataclasses.replace(first, segments=False)
             torch = [Row("torch", case, batch) for batch in batches if self.torch]
-            packed = [dataclasses.replace(row, segments=True) for row in torch[:1]]
-            written = [Row("generate", case, batch) for batch in ((2,) if self.toy else (32, 1))]
-            lists.append([first, without, *torch[:1], *packed, *written, *others, *torch[1:]])
-        for turn in itertools.zip_longest(*lists):
+            yield first
+            yield from (dataclasses.replace(row, segments=True) for row in torch[:1])
+            yield dataclasses.replace(first, segments=False)
+            yield from torch[:1]
+            later.append([*others, *torch[1:]])
+        for batch, case in itertools.product((2,) if self.toy else (32, 1), self.cases):
+            yield Row("generate", case, batch)
+        for turn in itertools.zip_longest(*later):
             yield from (row for row in turn if row)
 
     def _around(self) -> Iterator[Row]:
@@ -321,10 +326,12 @@ def cells(row: Row, result: Result) -> list[str]:
     ms = result.get("failed") or figure("ms", ".2f" if row.what == "check" else ".1f")
     if "ms, segments" in result:
         ms = f"{ms}; with segments {result['ms, segments']:.2f}"
+    kinds = result.get("kinds", {}).items()
+    by_kind = ", ".join(f"{kind} {spent:.1f}" for kind, spent in kinds if spent >= 0.05)
     return [row.case or "kernel", attention, str(row.batch or "-"), row.matmul or "-",
             row.offload or "-", settings, ms, figure("tokens_per_s", ",.0f"),
             figure("mfu_causal", ".1%"), figure("mfu_full", ".1%"), figure("gb", ".1f"),
-            figure("compile_s", ".0f")]  # fmt: skip
+            figure("compile_s", ".0f"), by_kind or "-"]  # fmt: skip
 
 
 def driver() -> str:

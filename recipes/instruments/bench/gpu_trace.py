@@ -11,7 +11,7 @@ import jax
 # kernels for Hopper are called nvjet or xmma, or by Triton; its own kernels it names after the
 # operations in them.
 NAMES = {
-    "attention": r"cudnn|sdpa|flash|mha",
+    "attention": r"cudnn|sdpa|flash|mha|attention",
     "matmuls of float32": r"f32f32|tf32|sgemm",
     "matmuls": r"nvjet|gemm|xmma|cutlass|cublas|dot",
     "slices of stacks": r"dynamic_update_slice|dynamic_slice",  # a scan's weights and activations

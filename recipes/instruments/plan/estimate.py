@@ -280,7 +280,7 @@ def _work(layout: Layout, accumulate: int = 1) -> Work:
     # FLOPs per weight and position. Frozen weights have no gradients.
     each = 4 if shape.adapters else 6
     logits = 1 + shape.mtp_layers  # times that a position has them
-    table = each * logits * shape.vocab_size * shape.embed * tokens
+    table = each * logits * shape.logits * shape.embed * tokens
     recurrence = sum(
         6 * count * layer.recurrence.work * tokens
         for layer, count in shape.trained_layers
@@ -373,5 +373,5 @@ def _activations(layout: Layout, passes: int) -> float:
     between = layout.count_shards(RESIDUAL_SEQ) / layout.seq_shards  # between sublayers
     tokens = device_tokens(layout)
     of_layers = tokens * (residual / between / layout.stages + inner / split)
-    logits = (1 + shape.mtp_layers) * tokens * shape.vocab_size / split
+    logits = (1 + shape.mtp_layers) * tokens * shape.logits / split
     return 2 * passes * of_layers * compute_bytes(layout) + LOGITS * logits * 4

@@ -145,12 +145,14 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     saved, recomputed, scores = _of_layers(layout, rows, segments, sizes)
     with layout.trace():
         chunk = positions_at_once(config.loss_chunk, rows, length)
-    logits = rows * chunk * shape.vocab_size // layout.count_shards(VOCAB) * (4 + width)
+    logits = rows * chunk * shape.logits // layout.count_shards(VOCAB) * (4 + width)
     table = shape.vocab_size // layout.count_shards(VOCAB) * shape.embed * width
     cast = sizes.stacked * width // 4 if width < 4 and shape.remat != "none" else 0  # or saved
     # The loss sums the table's gradients in float32. One of a single chunk needs no sum besides the
     # logits.
     in_loss = 4 // width * table * (chunk < length), table + logits
+    if not shape.logits:
+        in_loss = 0.0, 0.0
     if shape.reduce_dtype and width < 4 and stages == 1:  # rounded, then in float32 again
         in_loss = in_loss[0] + table, in_loss[1]
     # While a layer computes, the next one is gathered; of experts with a capacity, one matrix at a

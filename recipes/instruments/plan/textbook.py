@@ -106,6 +106,7 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
         *of_weights(layout, accumulate, repeats),
         *(transfer for _, transfer in of_modules(layout, accumulate, repeats)),
         *of_rows(layout, accumulate),
+        *_of_pairs(layout),
     ]
     return [transfer for transfer in every if transfer.bytes]
 
@@ -117,6 +118,18 @@ def of_rows(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
         yield from _of_states(layout)
         yield from _of_experts(layout, accumulate)
         yield from of_stages(layout, accumulate)
+
+
+def _of_pairs(layout: Layout) -> Iterator[Transfer]:
+    """Embeddings of texts in float32 to all devices that split the batch, and their gradients back."""
+    shape, axes = layout.shape, _split_by(layout, layout.batch_axes)
+    if shape.joint and shape.pairs != "local":
+        sent = 4 * ring(_devices(layout, axes)) * layout.batch_size * shape.joint
+        there, back = "all-gather", "reduce-scatter"
+        if shape.pairs == "ring":
+            there = back = "collective-permute"
+        yield Transfer("exchanges", there, axes, sent)
+        yield Transfer("exchanges", back, axes, sent)
 
 
 def device_tokens(layout: Layout, path: str = "") -> float:
