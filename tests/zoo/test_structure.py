@@ -241,7 +241,7 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
             and not path.endswith(("bias", "scale", "sinks", "mlp_gate", "log_rate"))
         }
         layers = tuple(map(with_all_experts, shape.layers))
-        in_layers = dataclasses.replace(shape, layers=layers, vocab_size=0).multiplied
+        in_layers = dataclasses.replace(shape, layers=layers, logits=0).multiplied
         in_layers -= shape.mtp_layers * 2 * shape.embed**2  # mtp/join
         assert in_layers == sum(leaf.size for leaf in weights.values())
     towers = 2 if name == "siglip" else 1
