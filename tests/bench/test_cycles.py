@@ -110,6 +110,30 @@ def test_steps_of_a_kernel_s_grid(name, mask, blocks, heads, steps):
     assert kernel.steps == steps
 
 
+GROUPED = (
+    '%{name} = bf16[{out}] custom-call(%m, %x, %w), custom_call_target="tpu_custom_call", '
+    "operand_layout_constraints={{s32[1]{{0}}, bf16[{x}]{{1,0}}, bf16[{w}]{{1,0}}}}, "
+    'frontend_attributes={{ragged_dot_tiling="256,512,384"}}'
+)
+
+
+def test_grids_of_grouped_matmuls_for_an_even_load():
+    """Ten blocks of rows for three experts, so that twelve pairs meet; two blocks of K and of N."""
+    lines = [
+        GROUPED.format(name="ragged-dot-none.1", out="2560,768", x="2560,1024", w="3,1024,768"),
+        GROUPED.format(name="ragged-dot-none.2", out="3,1024,768", x="2560,1024", w="2560,768"),
+    ]
+    hlo = "ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {}\n}}\n".format("\n  ".join(lines))
+    bundles = {"ragged-dot-none.1": 100, "ragged-dot-none.2": 70}
+    read = cycles.read_hlo(hlo, V5E, bundles)
+    # The first kernel has two versions of a step.
+    assert [(x.steps, x.bundles) for x in read.kernels] == [(12 * 4, 50), (12 * 4, 70)]
+    assert cycles.count(read, V5E).kernels == 12 * 4 * (50 + 70)
+    for rows, blocks in ((1_800, 8), (10_000, 10)):
+        even = cycles.with_even_load(read, rows)
+        assert {x.steps for x in even.kernels} == {(blocks + 2) * 4}
+
+
 def test_documents_spare_the_blocks_that_they_do_not_share(reading):
     """Four blocks of 256: a document each, or one that ends in the third."""
     each, two = np.arange(1, 5).repeat(256), np.array([1, 2]).repeat([600, 424])

@@ -18,6 +18,7 @@ from recipes.common import entries
 from recipes.common.mesh import make_mesh
 from recipes.copy import __main__ as copy
 from tests.conftest import ROOT, full_except
+from tests.support.absent import H100, on
 from tests.support.entries import ENTRIES
 from tests.support.quick import XLA_FLAGS
 
@@ -133,6 +134,7 @@ def use(name: str, entry) -> None:
         "mtp": {"mtp_depth": 1},
         "splash": {"attention": "splash"},
         "triton": {"attention": "triton"},
+        "gpu_loss": {"attention": "xla"},
         "cudnn": {"attention": "cudnn"},
         "flash": {"attention": "flash"},
         "periods": {"layer_kinds": ((None, 1e4), (None, None))},
@@ -156,8 +158,15 @@ def use(name: str, entry) -> None:
             return built.log_probs(tokens_BT, tokens_BT)
         return built.loss(tokens_BT, tokens_BT)
 
-    with jax.set_mesh(make_mesh(axes)), nnx.logical_axis_rules(tuple(entry.RULES[rules].items())):
+    mesh = jax.set_mesh(make_mesh(axes))
+    if name == "gpu_loss":
+        mesh = jax.sharding.use_abstract_mesh(on(*H100).mesh)
+    with mesh, nnx.logical_axis_rules(tuple(entry.RULES[rules].items())):
         jax.eval_shape(call)
+
+
+# Comes with low_precision; and what no Config of an entry that lacks it asks for.
+ELSEWHERE = {"quantization", "unlike_layers"}
 
 
 @pytest.fixture
@@ -179,7 +188,7 @@ def bare(inside, tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", sorted({*copy.OPTIONAL} - {"quantization"}))
+@pytest.mark.parametrize("name", sorted({*copy.OPTIONAL} - ELSEWHERE))
 def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
     copied = {"mtp": "deepseek", "delta_context": "qwen3_next"}.get(name, "transformer")
     package = bare(copied)

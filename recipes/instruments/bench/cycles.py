@@ -33,6 +33,7 @@ from recipes.instruments.plan.cycles import Cycles, Reading, read_hlo, write_pro
 from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import Devices, parse_devices
 from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
+from recipes.instruments.plan.textbook import device_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,7 @@ def cycles(flags: CyclesFlags) -> None:
     plan = _plan(flags, sizes[size](), axes, devices)
     program = _read(flags.program, devices) if flags.program else _compile(flags, plan)
     others = [_read(flags.against, devices)] if flags.against else []
+    program, *others = (_with_even_load(x, plan) for x in (program, *others))
     _print_totals([program, *others], plan)
     _print_kernels(program, devices)
     _print_documents(program, flags, devices)
@@ -163,6 +165,15 @@ def _read(path: str, devices: Devices) -> Program:
     text, bundles = plan_cycles.read_program(pathlib.Path(path))
     reading = read_hlo(text, devices, bundles)
     return Program(pathlib.Path(path).stem, reading, plan_cycles.count(reading, devices), "-")
+
+
+def _with_even_load(found: Program, plan: Estimate) -> Program:
+    """With an even load of dropless experts, the only ones whose kernels depend on it."""
+    chosen = [layer.experts.per_token for layer in plan.layout.shape.layers if layer.experts]
+    rows = device_tokens(plan.layout) * max(chosen, default=0)
+    reading = plan_cycles.with_even_load(found.reading, rows)
+    counted = plan_cycles.count(reading, plan.devices)
+    return dataclasses.replace(found, reading=reading, cycles=counted)
 
 
 # ---- tables --------------------------------------------------------------------------------------

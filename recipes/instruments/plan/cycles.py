@@ -83,6 +83,21 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
+class Products:
+    """The blocks of a grouped matmul, jax.lax.ragged_dot."""
+
+    rows: int  # of its buffer
+    experts: int
+    block: int  # rows of a block
+    each: int  # steps for a block of rows
+    branches: int  # versions of a step in the kernel, of which one runs
+
+    def steps(self, rows: float = math.inf) -> int:
+        """Steps for an even load of so many rows; the first of an expert are seldom a block's first."""
+        return (math.ceil(min(rows, self.rows) / self.block) + self.experts - 1) * self.each
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """A Pallas kernel of a program."""
 
@@ -91,6 +106,7 @@ class Kernel:
     steps: float  # of its grid that compute something
     bundles: int  # of the compiled kernel; 0: unknown
     grid: Grid | None = None  # of splash attention
+    products: Products | None = None  # of a grouped matmul
 
 
 class Reading(NamedTuple):
@@ -288,26 +304,40 @@ def _kernels(computations: dict[str, list[str]], bundles: dict[str, int]) -> dic
     """Name of an instruction → its kernel, executed once, with the bundles of an equal one if it has
     none: the compiler writes these only once.
     """
-    instructions = (
-        program.INSTRUCTION.match(line)
-        for lines in computations.values()
-        for line in lines
-        if "tpu_custom_call" in line
-    )
-    grids = {match[1]: _grid(match.string) for match in instructions if match}
-    steps = {
-        name: grid.rows * grid.heads * grid.blocks() if grid else 1 for name, grid in grids.items()
+    lines = {
+        match[1]: match
+        for found in computations.values()
+        for match in map(program.INSTRUCTION.match, found)
+        if match and "tpu_custom_call" in match.string
     }
-    of_equal: dict[tuple[str, float], int] = {}
-    for name, n in steps.items():
-        equal = (name.rpartition(".")[0], n)
-        of_equal[equal] = max(of_equal.get(equal, 0), bundles.get(name, 0))
+    kernels, of_equal = {}, {}
+    for name, match in lines.items():
+        grid, products = _grid(match.string), _products(match)
+        steps, count = 1, bundles.get(name, 0)
+        if grid:
+            steps = grid.rows * grid.heads * grid.blocks()
+        if products:
+            steps, count = products.steps(), count // products.branches
+        kernels[name] = Kernel(name, 1, steps, count, grid, products)
+        equal = name.rpartition(".")[0], steps, products
+        of_equal[equal] = max(of_equal.get(equal, 0), count)
     return {
-        name: Kernel(
-            name, 1, n, bundles.get(name) or of_equal[name.rpartition(".")[0], n], grids[name]
+        name: dataclasses.replace(
+            x, bundles=x.bundles or of_equal[name.rpartition(".")[0], x.steps, x.products]
         )
-        for name, n in steps.items()
+        for name, x in kernels.items()
     }
+
+
+def with_even_load(reading: Reading, rows: float) -> Reading:
+    """What a step executes if each device's experts get so many rows, equally many each."""
+    kernels = [
+        dataclasses.replace(kernel, steps=products.steps(rows))
+        if (products := kernel.products)
+        else kernel
+        for kernel in reading.kernels
+    ]
+    return reading._replace(kernels=kernels)
 
 
 def with_documents(reading: Reading, ids_BT: np.ndarray) -> Reading:
@@ -440,6 +470,23 @@ def _grid(line: str) -> Grid | None:
     if kernel[1] != "dkv":
         seen = (k <= last) & (k > last - masks[0][-1])
     return Grid(math.prod(dims[:-3]), dims[-3], query, key, seen)
+
+
+def _products(match: re.Match) -> Products | None:
+    """The blocks of a grouped matmul [M, K] · [E, K, N], or of [M, K] · [M, N] for each expert; None
+    for other kernels.
+    """
+    tiling = re.search(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"', match.string)
+    layouts = re.search(r"operand_layout_constraints=\{(.*?\})\}", match.string)
+    if not tiling or not layouts:
+        return None
+    block, *blocks = map(int, tiling.groups())
+    *_, x, other = (program.size(array)[1][0] for array in program.arrays(layouts[1]))
+    by_rows = len(other) == 2
+    E, *dims = program.size(match[2])[1][0] if by_rows else other
+    along = [-(-size // length) for size, length in zip(dims, blocks, strict=True)]
+    branches = 2 if along[0] > 1 and not by_rows else 1  # the last part of K is masked
+    return Products(x[0], E, block, math.prod(along), branches)
 
 
 def _block(line: str, name: str) -> int:
