@@ -17,7 +17,7 @@ from .kernels import NOT_SEEN
 from .layers import LowPrecisionWeight, dot, gather, soft_cap
 from .sharding import auto, constrain, explicit, mesh_axes, reshape, shards
 from .stack import fit_rules
-from .vocabulary import unembed
+from .vocabulary import Batch, unembed
 
 
 class Cache(NamedTuple):
@@ -70,9 +70,9 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     first_B = constrain(T - lengths_B, "batch")
     positions_BT = constrain(jnp.arange(T)[None] - first_B[:, None], "batch", "seq")
     segments_BT = (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
-    x_BTD, table_RVD, kv, states = model.trunk(
-        tokens_BT, segments_BT, positions_BT, lengths_B1=lengths_B[:, None]
-    )
+    batch = Batch(tokens_BT, None, segments_BT)
+    positions = model.positions_of(batch, positions_BT=positions_BT, lengths_B1=lengths_B[:, None])
+    x_BTD, table_RVD, kv, states = run(model, tokens_BT, positions)
     unchanged = (0, 0)
     padding = (unchanged, unchanged, (0, slots - T), unchanged, unchanged)
     pad = functools.partial(jnp.pad, pad_width=padding)
@@ -85,10 +85,30 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
 def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
     """A decoder's logits after one more token per row, [B, V], and the extended cache."""
     next_B1 = cache.next_B1
-    x_B1D, table_RVD, kv, states = model.trunk(
-        tokens_B[:, None], None, next_B1, cache, lengths_B1=next_B1 + 1
+    tokens_B1 = tokens_B[:, None]
+    positions = model.positions_of(
+        Batch(tokens_B1, None, None), positions_BT=next_B1, cache=cache, lengths_B1=next_B1 + 1
     )
+    x_B1D, table_RVD, kv, states = run(model, tokens_B1, positions)
     return next_logits(x_B1D, table_RVD, model.config), cache.append(kv, states)
+
+
+def run(model, tokens_BT, positions) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """Returns the layers' output, normed, [B, T, D], the table to unembed it, [R, V, D], all layers'
+    keys and values, each [L, B, T, K, H], and the states of layers that have others, as in
+    Cache.states.
+    """
+    tables = model.tables()
+    x_BTD, first_kv = model.begin(tables, tokens_BT, positions)
+    x_BTD, kv, _ = model.run_layers(x_BTD, positions)
+    states = None
+    if model.config.period:
+        from .unlike_layers import keys_and_states
+
+        kv, states = keys_and_states(kv)
+    if first_kv is not None:
+        kv = jax.tree.map(lambda *x: jnp.concatenate(x), first_kv, kv)
+    return model.final_norm(x_BTD), tables[-1], kv, states
 
 
 def in_slots(function, x) -> Any:

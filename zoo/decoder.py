@@ -11,20 +11,18 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Positions, make_positions, stripe
 from .layers import RMSNorm, gather
 from .sharding import AxisNames, shards
-from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack, unlike_stacks
+from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack
 from .strategies import DECODER, DENSE_STACK
 from .vocabulary import (
     Batch, Objective, copies_in_use, cross_entropy, look_up, table_copies, unembed, vocabulary,
 )  # fmt: skip
 
 
-ATTENTION = "attention"  # of unlike stacks, the one whose layers have keys and values
 HEAD_PATH = "mtp/"  # how paths of the weights of `Decoder.mtp` begin
 
 
@@ -42,7 +40,7 @@ class Decoder(nnx.Module):
     `dense`, of layers built with dense=True, which have an MLP in place of experts.
 
     If config has a `period`, names of stacks such as ("delta", "attention"), the Layer is built from
-    (config, name, *, rngs), and `layers` is a dict of stacks. Layers of other stacks than ATTENTION
+    (config, name, *, rngs), and `layers` is a dict of stacks. Layers of other stacks than `attention`
     keep a state in place of keys and values, and get the one in the cache as `past`.
     """
 
@@ -62,7 +60,9 @@ class Decoder(nnx.Module):
         # Every parameter of the layers starts with dim L, logical axis `layers`.
         # Layers of unequal shapes have a stack for each kind, in the order of a period.
         if config.period:
-            self.layers = nnx.Dict(unlike_stacks(layer, config, rngs))
+            from .unlike_layers import make_stacks
+
+            self.layers = nnx.Dict(make_stacks(layer, config, rngs))
         else:
             self.layers = stack(functools.partial(layer, config), config.num_layers - first, rngs)
         self.final_norm = final_norm or RMSNorm(config.embed, config.norm_eps)
@@ -145,30 +145,6 @@ class Decoder(nnx.Module):
 
     # ---- from tokens to the output of the layers
 
-    def trunk(self, tokens_BT, segment_ids_BT=None, positions_BT=None, cache=None, lengths_B1=None):
-        """Returns the layers' output, normed, [B, T, D], the table to unembed it, [R, V, D], and in
-        generation, which has positions, all layers' keys and values, each [L, B, T, K, H], and the
-        states of layers that have others, as in Cache.states.
-        """
-        positions = make_positions(
-            self.config,
-            tokens_BT,
-            segment_ids_BT,
-            positions_BT=positions_BT,
-            cache=cache,
-            lengths_B1=lengths_B1,
-        )
-        tables = self.tables()
-        x_BTD, first_kv = self.begin(tables, tokens_BT, positions)
-        x_BTD, kv, _ = self.run_layers(x_BTD, positions)
-        states = None
-        if self.config.period:
-            states = {name: kv[name] for name in kv if name != ATTENTION}
-            kv = kv[ATTENTION]
-        if first_kv is not None:
-            kv = jax.tree.map(lambda *x: jnp.concatenate(x), first_kv, kv)
-        return self.final_norm(x_BTD), tables[-1], kv, states
-
     def tables(self) -> list[jax.Array]:
         """Copies of the tables that embed tokens (the first) and unembed the output (the last)."""
         tables = (self.embed,) if self.unembed is None else (self.embed, self.unembed)
@@ -199,17 +175,11 @@ class Decoder(nnx.Module):
 
         They keep their keys and values; with a `config.period`, a dict of what each stack keeps.
         """
-        cache = positions.cache
-        if not self.config.period:
-            return self.run_stack(self.layers, x_BTD, positions, self.config.dense_layers)
-        pasts = dict.fromkeys(self.layers)
-        if cache is not None:
-            pasts = {ATTENTION: numbers(self.layers[ATTENTION])} | cache.states
-        layers = {name: (self.layers[name], pasts[name]) for name in self.layers}
-        x_BTD, outputs = self.scan(layers, x_BTD, positions, self.config.kinds)
-        metrics = [metrics for _, metrics in outputs.values()]
-        metrics = jax.tree.map(lambda *x: jnp.concatenate(x), *metrics)
-        return x_BTD, {name: kept for name, (kept, _) in outputs.items()}, metrics
+        if self.config.period:
+            from .unlike_layers import run_unlike
+
+            return run_unlike(self, x_BTD, positions)
+        return self.run_stack(self.layers, x_BTD, positions, self.config.dense_layers)
 
     def run_stack(self, layers, x_BTD, positions: Positions, first_number: int):
         """Runs layers of a stack. A layer reads its part of a cache by its number."""
@@ -233,13 +203,6 @@ class Decoder(nnx.Module):
 
         remat = config.REMAT[config.remat]
         return scan_layers(run_layer, x_BTD, layers, kinds, remat, config.unroll, config.period)
-
-    @property
-    def stacks(self) -> list:
-        """All stacks of layers."""
-        if self.config.period:
-            return [*self.layers.values()]
-        return [self.dense, self.layers] if self.config.dense_layers else [self.layers]
 
     # ---- from there to the objective
 
@@ -271,8 +234,8 @@ class Decoder(nnx.Module):
         x_BTD, _, metrics = self.run_layers(x_BTD, positions)
         return x_BTD, metrics
 
-    def positions_of(self, batch: Batch) -> Positions:
-        return make_positions(self.config, batch.tokens, batch.segment_ids, batch.targets)
+    def positions_of(self, batch: Batch, **more) -> Positions:
+        return make_positions(self.config, batch.tokens, batch.segment_ids, batch.targets, **more)
 
     def finish(self, tables, x_BTD, targets_BT):
         """The cross entropy after the layers: (sum in nats, number of targets)."""

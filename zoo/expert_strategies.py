@@ -13,9 +13,10 @@ from .strategies import CP, DECODER, DENSE_STACK, HEADS, PP, TP, decoder_rules, 
 EP = {"batch": ("data", "expert"), "expert": "expert"}
 
 # ZeRO-3 with expert parallelism: experts are split over `expert` and `data`, other weights over all
-# devices. A device gathers only its own experts. FSDP_EP_CP: over `seq` too.
+# devices. A device gathers only its own experts. FSDP_EP_CP: over `seq` too, after the axes of the
+# batch: gradients are summed over devices in this order, and in another TPUs don't scatter them.
 FSDP_EP = {"embed": ("data", "expert"), "expert_embed": "data"}
-FSDP_EP_CP = {"embed": ("data", "seq", "expert"), "expert_embed": ("data", "seq")}
+FSDP_EP_CP = {"embed": ("data", "expert", "seq"), "expert_embed": ("data", "seq")}
 
 
 def expert_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[str, dict]:

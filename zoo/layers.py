@@ -214,6 +214,11 @@ def add_output(x_BTD, out_BTD, norm: RMSNorm | None = None, scale: float = 1.0) 
     return x_BTD + (out_BTD if scale == 1 else out_BTD * scale)
 
 
+def is_target(logits_RMV: jax.Array, targets_RM: jax.Array) -> jax.Array:
+    """Where the logits of the targets are, bool [R, M, V]."""
+    return jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
+
+
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     """Limits x smoothly to ±cap (Bello et al. 2017); None: returns x."""
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -205,12 +205,19 @@ def matrices(module, names: set[str]) -> list:
     ]
 
 
+def stacks_of(model) -> list:
+    """All stacks of layers."""
+    if model.config.period:
+        return [*model.layers.values()]
+    return [model.dense, model.layers] if model.config.dense_layers else [model.layers]
+
+
 def store(model, names: dict[str, str]):
     """Rounds the matrices of a model's layers to int8, for inference. Returns the model.
 
     It then needs config.matmul="int8_weights". The scales of a weight `q` are a parameter `q_scale`.
     """
-    for _, module in [pair for stack in model.stacks for pair in nnx.iter_graph(stack)]:
+    for _, module in [pair for stack in stacks_of(model) for pair in nnx.iter_graph(stack)]:
         for name, weight in matrices(module, {*names}):
             axes = weight.out_sharding
             first = sum(axis in ("layers", "dense_stack", "expert") for axis in axes)

@@ -20,11 +20,12 @@ from flax import nnx
 
 from .attention import Attention
 from .config import Compute
-from .decoder import ATTENTION, Decoder
+from .decoder import Decoder
 from .delta import GatedDelta
 from .experts import EXPERT_REMAT, GatedExperts, check_experts, feed_forward, position_gate
 from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
 from .sharding import Rules, complete_tables
+from .unlike_layers import ATTENTION
 from .expert_strategies import EXPERT_DECODER, expert_rules
 
 DELTA = "delta"  # the stack of the layers with a state

@@ -54,16 +54,6 @@ def numbers(layers) -> jax.Array:
     return jnp.arange(jax.tree.leaves(layers)[0].shape[0])
 
 
-def unlike_stacks(layer, config, rngs: nnx.Rngs) -> dict:
-    """A stack for each name in config.period, of the layers (config, name, *, rngs)."""
-    period = config.period
-    names = [period[l % len(period)] for l in range(config.num_layers)]
-    return {
-        name: stack(functools.partial(layer, config, name), names.count(name), rngs)
-        for name in dict.fromkeys(names)
-    }
-
-
 def scan_layers(
     function,
     x: jax.Array,

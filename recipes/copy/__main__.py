@@ -31,6 +31,7 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "flash": "attention on any platform, and on rings of devices",
     "float32_sums": "sums of gradients over devices in float32 (reduce_dtype)",
     "gpipe": "logits, and losses of one's own, in pipelines (rules with pp)",
+    "gpu_loss": "the loss on GPUs",
     "log_probs": "preference tuning",
     "lora": "adapters (lora_rank)",
     "low_precision": "low precision (matmul)",
@@ -41,6 +42,7 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "rope_scaling": "rotary scalings other than Llama 3's, and those of saved configs",
     "splash": "the attention kernel of TPUs",
     "triton": "attention on NVIDIA GPUs where cuDNN has no kernel",
+    "unlike_layers": "layers of unequal shapes (period)",
 }
 
 

@@ -133,7 +133,7 @@ def test_commands_of_the_tests_name_files_and_options_that_exist(request):
         if command.startswith("tests."):
             assert (ROOT / f"{command.split()[0].replace('.', '/')}.py").exists(), command
     for command in commands(r"(?:^|`)(pytest(?: [^\n`#]+)?)(?:`|$|#)"):
-        for word in command.split()[1:]:
+        for word in shlex.split(command)[1:]:
             if word.startswith("--"):
                 request.config.getoption(word.split("=")[0])  # ValueError if it does not exist
             elif word.startswith("tests/"):

@@ -30,6 +30,7 @@ from tests.support.models import random_values
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of, talker
+from zoo.decoder import Decoder
 from zoo.moe import MoE
 from zoo.transformer import Transformer
 
@@ -229,6 +230,11 @@ OTHERS = {
     "gpt_oss": ("data=2,expert=4", {}), "deepseek": ("data=2,expert=4", {}),
     "qwen3_next": ("4x2", {}),
 }  # fmt: skip
+
+
+def test_no_decoder_is_left_out():
+    decoders = {name for name in entries.ENTRIES if issubclass(entries.model(name), Decoder)}
+    assert {*OTHERS, "transformer", "bert"} == decoders, "Bert fills masks"
 
 
 @pytest.mark.full

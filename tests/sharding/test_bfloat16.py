@@ -43,7 +43,15 @@ DROPLESS = {
     "fsdp_ep_cp": "data=1,seq=2,expert=4",
     "fsdp_ep_pp": "data=1,pipe=2,expert=4",
 }
-ROUNDED = ("transformer:int8", "transformer:fp8", "moe:int8", "moe:fp8")  # entry:Config.matmul
+ROUNDED = {  # entry → strategies of the golden for Config.matmul "int8" and "fp8"
+    "transformer": ("fsdp_tp", "fsdp_tp_sp", "fsdp_cp"),  # pipelines round weights twice
+    "moe": ("fsdp_ep", "fsdp_ep_tp"),
+    "gpt2": ("fsdp_tp",),
+    "gemma3": ("fsdp_tp_sp",),
+    "gpt_oss": ("fsdp_ep",),
+    "deepseek": ("fsdp_ep",),
+    "vit": ("fsdp_tp",),
+}
 
 
 def case_for(name: str, strategy: str) -> tuple[str, str, str]:
@@ -63,9 +71,13 @@ def all_pairs() -> list[tuple[str, str, str]]:
     """Every entry that computes in bfloat16 under every strategy, then low precision."""
     names = [name for name, entry in ENTRIES.items() if "dtype" in vars(entry.config)]
     pairs = [case_for(name, strategy) for name in names for strategy in ENTRIES[name].rules]
-    pairs += [case_for(name, "fsdp_tp" if "former" in name else "fsdp_ep") for name in ROUNDED]
-    pairs += [("moe:dropless", *where) for where in DROPLESS.items()]
-    return pairs
+    pairs += [
+        case_for(f"{name}:{matmul}", strategy)
+        for name, strategies in ROUNDED.items()
+        for matmul in ("int8", "fp8")
+        for strategy in strategies
+    ]
+    return pairs + [("moe:dropless", *where) for where in DROPLESS.items()]
 
 
 PAIRS = all_pairs()  # of the golden; python -m tests.by_hand.precision_table measures all
@@ -80,8 +92,9 @@ FEW = {
     "qwen3_next": ("fsdp_ep_cp",),
     "vit": ("fsdp_tp",),
     "bert": ("fsdp_tp",),
-    "transformer:fp8": (),
-    "moe:int8": (),
+    **{f"{name}:{matmul}": () for name in ROUNDED for matmul in ("int8", "fp8")},
+    "transformer:int8": ("fsdp_tp",),
+    "moe:fp8": ("fsdp_ep",),
 }
 CASES = [pair for pair in PAIRS if pair[1] in FEW.get(pair[0], (pair[1],))]
 

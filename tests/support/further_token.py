@@ -9,6 +9,7 @@ import numpy as np
 from zoo.attention import make_positions
 from zoo.layers import Kind
 from zoo.qwen3_next import Qwen3Next
+from zoo.vocabulary import Batch
 
 
 def further_logits(model, tokens_BT, ids_BT=None) -> jax.Array:
@@ -23,7 +24,8 @@ def further_logits(model, tokens_BT, ids_BT=None) -> jax.Array:
         mean_BT1 = jnp.mean(x_BTD**2, axis=-1, keepdims=True)
         return x_BTD / jnp.sqrt(mean_BT1 + config.norm_eps) * (center + norm.scale[...])[None, None]
 
-    x_BTD, *_ = model.trunk(tokens_BT, ids_BT)
+    x_BTD, _ = model.run_batch(model.tables(), Batch(tokens_BT, None, ids_BT))
+    x_BTD = model.final_norm(x_BTD)
     after_B1 = np.zeros((len(tokens_BT), 1), np.int32)
     next_BTD = model.embed[...][np.concatenate([tokens_BT[:, 1:], after_B1], axis=1)]
     pair = normed(next_BTD, model.mtp.token_norm), normed(x_BTD, model.mtp.hidden_norm)

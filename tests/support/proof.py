@@ -71,8 +71,9 @@ The largest |g − g₁| / |g₁| of any parameter in five steps. The tolerance 
 The largest error of a parameter's gradient in bfloat16, |g − g₃₂| / |g₃₂|, where g₃₂ is one device's float32
 gradient, on the mesh and on one device; and the largest ratio of any parameter's error to that on one device.
 16 rows of 128 tokens, as frequent as words of a text; 120 pairs of SigLIP, whose loss is over pairs. `dot_relu_dot` and
-`mlp` compute in float32 alone. Rows whose entry names a low-precision format compare it with itself in float32. The
-last rows have 64 rows of 256 tokens on one device, against the small batch.
+`mlp` compute in float32 alone. Rows whose entry names a low-precision format compare it with itself in float32, without
+[pipelines](../recipes/docs/low_precision.md#how-exact-gradients-are), which round weights twice. The last rows have 64
+rows of 256 tokens on one device, against the small batch.
 
 - **Tolerance**: a ratio of 1.25 for each parameter. The norm of n independent errors varies by chance, and so the ratio of
   two such norms by 1/√n. As there are two thousand, each is divided by 1 + 3/√n. One device's error counts as at least

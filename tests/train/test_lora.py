@@ -139,7 +139,7 @@ def logits(config, variables: dict) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", full_except(["tiny", "biases"], ["tiny"]))
-def test_step_0_is_the_base_exactly(name):
+def test_step_0_is_the_base_exactly(name, quick):
     config, every = CONFIGS[name], variables(name)
     new = jax.device_get(new_params(layout_of(config)))
     assert paths(new).keys() == paths(every["params"]).keys()

@@ -485,15 +485,25 @@ def test_what_cudnn_is_asked_for_is_attention(per_pass, K, segments, window, ext
     compare_with_definition("cudnn", 60, K, segments, window, extras)
 
 
-def test_cudnn_s_values_may_be_narrower_than_its_keys(monkeypatch):
-    """As in latent attention; and the library wants multiples of 8."""
+@pytest.mark.parametrize("kernel", full_except([("cudnn",), ("triton",)], [("cudnn",)]))
+def test_values_may_be_narrower_than_keys(kernel, monkeypatch):
+    """As in latent attention; cuDNN wants multiples of 8, Triton powers of two."""
     use_xla(monkeypatch)
     dims = (12, 12, 9)
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 24, 2, H)) for i, H in enumerate(dims))
+    qkv = [jax.random.normal(jax.random.key(i), (2, 24, 2, H)) for i, H in enumerate(dims)]
     ids = documents(2, 24)
-    ours = jax.jit(lambda *qkv: attend(*qkv, ids, kernel="cudnn"))(q, k, v)
-    theirs = jax.jit(lambda *qkv: plain(*qkv, ids, None))(q, k, v)
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def outputs_and_gradients(kernel, *qkv):
+        def ours(*qkv):
+            return attend(*qkv, ids, kernel=kernel)
+
+        out, back = jax.vjp(ours if kernel else lambda *qkv: plain(*qkv, ids, None), *qkv)
+        return out, *back(jnp.cos(out))
+
+    found, wanted = (outputs_and_gradients(name, *qkv) for name in (kernel, ""))
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_a_config_names_a_kernel_that_there_is():

@@ -18,6 +18,7 @@ from recipes.common import entries
 from recipes.common.mesh import make_mesh
 from recipes.copy import __main__ as copy
 from tests.conftest import ROOT, full_except
+from tests.support.absent import H100, on
 from tests.support.entries import ENTRIES
 from tests.support.quick import XLA_FLAGS
 
@@ -133,6 +134,7 @@ def use(name: str, entry) -> None:
         "mtp": {"mtp_depth": 1},
         "splash": {"attention": "splash"},
         "triton": {"attention": "triton"},
+        "gpu_loss": {"attention": "xla"},
         "cudnn": {"attention": "cudnn"},
         "flash": {"attention": "flash"},
         "periods": {"layer_kinds": ((None, 1e4), (None, None))},
@@ -156,45 +158,55 @@ def use(name: str, entry) -> None:
             return built.log_probs(tokens_BT, tokens_BT)
         return built.loss(tokens_BT, tokens_BT)
 
-    with jax.set_mesh(make_mesh(axes)), nnx.logical_axis_rules(tuple(entry.RULES[rules].items())):
+    mesh = jax.set_mesh(make_mesh(axes))
+    if name == "gpu_loss":
+        mesh = jax.sharding.use_abstract_mesh(on(*H100).mesh)
+    with mesh, nnx.logical_axis_rules(tuple(entry.RULES[rules].items())):
         jax.eval_shape(call)
+
+
+# Comes with low_precision; and what no Config of an entry that lacks it asks for.
+ELSEWHERE = {"quantization", "unlike_layers"}
 
 
 @pytest.fixture
 def bare(inside, tmp_path, monkeypatch):
-    """The folder of copies of MODELS without any optional file."""
-    for entry in MODELS:
+    """Returns a function that copies one of MODELS without any optional file, and returns the folder."""
+
+    def make(entry: str) -> pathlib.Path:
         target = tmp_path / f"bare_{entry}"
         needed = {"periods"} if entry == "qwen3_next" else set()
         without = f"--without={','.join({*optional(entry)} - needed)}"
         done = inside("recipes.copy", f"--entry={entry}", f"--target={target}", without)
         assert (done.code, done.err) == (0, "")
         assert "  left out  cache.py: generation\n" in done.out
+        return target
+
     monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
+    yield make
     for name in [name for name in sys.modules if name.startswith("bare_")]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", sorted({*copy.OPTIONAL} - {"quantization"}))
+@pytest.mark.parametrize("name", sorted({*copy.OPTIONAL} - ELSEWHERE))
 def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
     copied = {"mtp": "deepseek", "delta_context": "qwen3_next"}.get(name, "transformer")
-    package = f"bare_{copied}"
-    entry = importlib.import_module(f"{package}.{copied}")
+    package = bare(copied)
+    entry = importlib.import_module(f"{package.name}.{copied}")
     use("", entry)  # all else works
     needs = {"context": ["flash"], "delta_context": ["context", "flash"], "splash": ["flash"]}
     needs |= {"gpipe": ["pipeline"], "triton": ["flash", "splash"]}
     for other in needs.get(name, []):  # on the way to it
-        shutil.copy(ZOO / f"{other}.py", bare / package)
+        shutil.copy(ZOO / f"{other}.py", package)
     with pytest.raises(ImportError) as error:
         use(name, entry)
     needed = f"for {copy.OPTIONAL[name]}, copy zoo/{name}.py over this file"
     assert str(error.value) == f"{name}.py was left out; {needed}"
-    shutil.copy(ZOO / f"{name}.py", bare / package)
+    shutil.copy(ZOO / f"{name}.py", package)
     if name == "low_precision":
         with pytest.raises(ImportError, match=r"copy zoo/quantization\.py over this file"):
             use(name, entry)
-        shutil.copy(ZOO / "quantization.py", bare / package)
+        shutil.copy(ZOO / "quantization.py", package)
     use(name, entry)
 
 

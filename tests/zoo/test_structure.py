@@ -39,6 +39,7 @@ SHIPPED = [path for path in FILES if path.parts[0] != "tests"]
 ZOO = [path for path in SHIPPED if path.parent.as_posix() == "zoo" and path.stem != "__init__"]
 
 
+@functools.cache
 def imports(path) -> set[str]:
     """Full names of all that a file imports, inside functions too."""
     names = set()
@@ -145,6 +146,7 @@ def test_examples_in_docstrings_are_true(path):
 LAST = "sizes"  # it imports two entries, and no file imports it
 
 
+@functools.cache
 def tree_of(path) -> ast.Module:
     return ast.parse((ROOT / path).read_text())
 
@@ -239,7 +241,7 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
             and not path.endswith(("bias", "scale", "sinks", "mlp_gate", "log_rate"))
         }
         layers = tuple(map(with_all_experts, shape.layers))
-        in_layers = dataclasses.replace(shape, layers=layers, vocab_size=0).multiplied
+        in_layers = dataclasses.replace(shape, layers=layers, logits=0).multiplied
         in_layers -= shape.mtp_layers * 2 * shape.embed**2  # mtp/join
         assert in_layers == sum(leaf.size for leaf in weights.values())
     towers = 2 if name == "siglip" else 1

@@ -1,4 +1,10 @@
-"""A plan as a self-contained page: memory and bytes as bars, and which device holds what."""
+"""A plan as a self-contained page: memory and bytes as bars, and which device holds what.
+
+It is no view of the explorer, because it shows any plan, of a user's model too, where the explorer
+(711 lines of Python, 599 of its page) has figures of the zoo's entries, computed beforehand. A view
+would take a plan's figures as data and draw them in JavaScript: of the lines here, the style alone
+would go.
+"""
 
 import html
 import math
