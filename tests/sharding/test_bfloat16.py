@@ -35,6 +35,14 @@ BOUND = 1.25  # times one device's error; times the error of a small batch
 STEP_TOLERANCE = 1e-3  # of losses in five steps, relative
 # For a strategy with more axes than eight devices can split.
 WITHOUT_DATA = "data=1,seq=2,expert=2,model=2"
+# Each device along `expert` gets rows, which its experts take in several turns.
+DROPLESS = {
+    "ep": "data=2,expert=4",
+    "fsdp_ep": "data=2,expert=4",
+    "fsdp_ep_tp": "data=1,expert=4,model=2",
+    "fsdp_ep_cp": "data=1,seq=2,expert=4",
+    "fsdp_ep_pp": "data=1,pipe=2,expert=4",
+}
 ROUNDED = {  # entry → strategies of the golden for Config.matmul "int8" and "fp8"
     "transformer": ("fsdp_tp", "fsdp_tp_sp", "fsdp_cp"),  # pipelines round weights twice
     "moe": ("fsdp_ep", "fsdp_ep_tp"),
@@ -63,18 +71,20 @@ def all_pairs() -> list[tuple[str, str, str]]:
     """Every entry that computes in bfloat16 under every strategy, then low precision."""
     names = [name for name, entry in ENTRIES.items() if "dtype" in vars(entry.config)]
     pairs = [case_for(name, strategy) for name in names for strategy in ENTRIES[name].rules]
-    return pairs + [
+    pairs += [
         case_for(f"{name}:{matmul}", strategy)
         for name, strategies in ROUNDED.items()
         for matmul in ("int8", "fp8")
         for strategy in strategies
     ]
+    return pairs + [("moe:dropless", *where) for where in DROPLESS.items()]
 
 
 PAIRS = all_pairs()  # of the golden; python -m tests.by_hand.precision_table measures all
 # Those that the full tier measures again.
 FEW = {
-    "moe": ("fsdp", "fsdp_ep", "fsdp_ep_tp", "fsdp_ep_pp", "fsdp_ep_cp", "fsdp_ep_cp_tp"),
+    "moe": ("fsdp", "fsdp_ep", "fsdp_ep_pp", "fsdp_ep_cp_tp"),
+    "moe:dropless": ("fsdp_ep",),
     "gpt2": ("fsdp_tp", "fsdp_pp", "cp"),
     "gemma3": ("fsdp_tp_sp",),
     "gpt_oss": ("fsdp_ep",),
@@ -95,7 +105,9 @@ def layout_of(name: str, mesh: str, strategy: str, dtype: str, rows: int) -> Lay
     name, _, matmul = name.partition(":")
     config = ENTRIES[name].config
     changes = {"dtype": dtype, "matmul": matmul} if matmul else {"dtype": dtype}
-    if "num_experts" in vars(config):
+    if matmul == "dropless":  # biases choose the same three at each position
+        changes = {"dtype": dtype, "capacity": None, "experts_per_token": 3, "balance_rate": 0.01}
+    elif "num_experts" in vars(config):
         changes["experts_per_token"] = config.num_experts
     if "groups" in vars(config):
         changes |= {"groups": 1, "top_groups": 1}
@@ -136,7 +148,7 @@ def gradient(name: str, mesh: str, strategy: str, dtype: str, size: tuple) -> di
     kinds = layout.model.shapes.keys()
     abstract = {kind: abstract[kind] for kind in kinds}
     params = first_params(name.partition(":")[0])
-    state = {kind: params[kind] for kind in kinds}
+    state = {kind: params.get(kind) or biases(layout.model.shapes[kind]) for kind in kinds}
     batch = batch_of(name, rows, seq_len)
     example = layout.abstract_batch(jax.tree.map(lambda x: x[0], batch))
     step = layout.compile(
@@ -147,6 +159,14 @@ def gradient(name: str, mesh: str, strategy: str, dtype: str, size: tuple) -> di
     )
     state = jax.device_put(state, shardings(abstract))
     return paths(jax.device_get(step(state, to_devices(batch, layout))))
+
+
+def biases(shapes):
+    """Of three experts of eight, two of which are on one device of four."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype) + 100 * CHOSEN, shapes)
+
+
+CHOSEN = np.isin(np.arange(8), (2, 6, 7)).astype(np.float32)
 
 
 @functools.cache

@@ -78,7 +78,8 @@ rows of 256 tokens on one device, against the small batch.
 - **Tolerance**: a ratio of 1.25 for each parameter. The norm of n independent errors varies by chance, and so the ratio of
   two such norms by 1/√n. As there are two thousand, each is divided by 1 + 3/√n. One device's error counts as at least
   2⁻⁸, that of one number's rounding.
-- **Routers** choose all experts at each position, because a choice flips where two scores are nearly equal.
+- **Routers** choose all experts at each position, because a choice flips where two scores are nearly equal. In `moe,
+  dropless`, biases choose the same three, and rows travel to their devices in several turns.
 - **Five steps** of training: the losses of `fsdp` (Transformer) and `fsdp_ep` (MoE) are within 1e-3 of one device's.
 - **Collectives**: XLA's CPU compiler widens all arithmetic in 16 bits, collectives too. What sums over devices in
   bfloat16 add on accelerators is simulated in [Precision](../recipes/docs/precision.md#sums-over-devices).
