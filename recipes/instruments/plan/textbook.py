@@ -122,7 +122,8 @@ def of_rows(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
 
 def _of_pairs(layout: Layout) -> Iterator[Transfer]:
     """Embeddings of texts in float32 to all devices that split the batch, and their gradients back."""
-    shape, axes = layout.shape, _split_by(layout, layout.batch_axes)
+    shape = layout.shape
+    axes = frozenset(_split_by(layout, layout.batch_axes))
     if shape.joint and shape.pairs != "local":
         sent = 4 * ring(_devices(layout, axes)) * layout.batch_size * shape.joint
         there, back = "all-gather", "reduce-scatter"
