@@ -147,10 +147,15 @@ def accuracy(out: str) -> str:
 
 
 def test_a_classifier_learns_from_a_model_that_fills_masks(train, quick, tmp_path):
+    """A run that lost its last step repeats it bit for bit."""
     written(tmp_path / "fill")
     work, data = f"--workdir={tmp_path / 'run'}", good_and_bad(tmp_path)
     first = ("--task=classify", f"--restore_from={tmp_path / 'fill'}", work, data, "--mesh=4x2")
-    out = train(*first, "--steps=20")
+    out = train(*first, "--steps=20", "--checkpoint_every=19")
+    finished = state_of(tmp_path / "run", 20)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "20")
+    assert "Resumes at step 19" in train(*first, "--steps=20")
+    assert_bit_equal(state_of(tmp_path / "run", 20), finished)
     assert "New: classifier, classifier_bias, pooler, pooler_bias.\n" in out
     assert accuracy(out).startswith("Held-out accuracy 1.0000: 6 of 6 texts; loss 0.")
     (start,), (end,) = records(tmp_path / "run", "held_out_loss")
