@@ -1,6 +1,7 @@
 """A copied entry trains without the zoo; the command that copies it overwrites nothing."""
 
 import dataclasses
+import functools
 import importlib
 import os
 import pathlib
@@ -158,10 +159,10 @@ def use(name: str, entry) -> None:
             return built.log_probs(tokens_BT, tokens_BT)
         return built.loss(tokens_BT, tokens_BT)
 
-    mesh = jax.set_mesh(make_mesh(axes))
+    use_mesh = functools.partial(jax.set_mesh, make_mesh(axes))
     if name == "gpu_loss":
-        mesh = jax.sharding.use_abstract_mesh(on(*H100).mesh)
-    with mesh, nnx.logical_axis_rules(tuple(entry.RULES[rules].items())):
+        use_mesh = functools.partial(jax.sharding.use_abstract_mesh, on(*H100).mesh)
+    with use_mesh(), nnx.logical_axis_rules(tuple(entry.RULES[rules].items())):
         jax.eval_shape(call)
 
 
