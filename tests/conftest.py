@@ -168,6 +168,13 @@ def strict():
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_mesh():
+    """A mesh that a test leaves in force would be that of the next tests."""
+    yield
+    assert jax.sharding.get_abstract_mesh().empty
+
+
 @pytest.fixture
 def named_lines():
     """Programs name the lines of their instructions, as outside of tests."""
