@@ -106,13 +106,13 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
         *of_weights(layout, accumulate, repeats),
         *(transfer for _, transfer in of_modules(layout, accumulate, repeats)),
         *of_rows(layout, accumulate),
-        *_of_pairs(layout),
     ]
     return [transfer for transfer in every if transfer.bytes]
 
 
 def of_rows(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
-    """Transfers of what positions, experts and stages exchange; none without rows of positions."""
+    """Transfers of what pairs, positions, experts and stages exchange."""
+    yield from _of_pairs(layout)
     if layout.seq_len:
         yield from _of_attention(layout)
         yield from _of_states(layout)
