@@ -14,11 +14,7 @@ from zoo.quantization import has_float8
 from zoo.sharding import device, mesh_axes, shards
 from zoo.strategies import EXPERT, SEQ
 
-PLATFORMS = {
-    "splash": "tpu",
-    "triton": "gpu",
-    "cudnn": "gpu",
-}  # kernel → the only platform that has it
+PLATFORMS = {"splash": "tpu", "triton": "gpu", "cudnn": "gpu"}  # kernel → its only platform
 
 
 def check(layout: Layout) -> None:

@@ -167,13 +167,13 @@ def _read(path: str, devices: Devices) -> Program:
     return Program(pathlib.Path(path).stem, reading, plan_cycles.count(reading, devices), "-")
 
 
-def _with_even_load(found: Program, plan: Estimate) -> Program:
+def _with_even_load(program: Program, plan: Estimate) -> Program:
     """With an even load of dropless experts, the only ones whose kernels depend on it."""
     chosen = [layer.experts.per_token for layer in plan.layout.shape.layers if layer.experts]
     rows = device_tokens(plan.layout) * max(chosen, default=0)
-    reading = plan_cycles.with_even_load(found.reading, rows)
+    reading = plan_cycles.with_even_load(program.reading, rows)
     counted = plan_cycles.count(reading, plan.devices)
-    return dataclasses.replace(found, reading=reading, cycles=counted)
+    return dataclasses.replace(program, reading=reading, cycles=counted)
 
 
 # ---- tables --------------------------------------------------------------------------------------

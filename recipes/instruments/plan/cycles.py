@@ -304,14 +304,14 @@ def _kernels(computations: dict[str, list[str]], bundles: dict[str, int]) -> dic
     """Name of an instruction → its kernel, executed once, with the bundles of an equal one if it has
     none: the compiler writes these only once.
     """
-    lines = {
+    calls = {
         match[1]: match
-        for found in computations.values()
-        for match in map(program.INSTRUCTION.match, found)
+        for lines in computations.values()
+        for match in map(program.INSTRUCTION.match, lines)
         if match and "tpu_custom_call" in match.string
     }
     kernels, of_equal = {}, {}
-    for name, match in lines.items():
+    for name, match in calls.items():
         grid, products = _grid(match.string), _products(match)
         steps, count = 1, bundles.get(name, 0)
         if grid:
