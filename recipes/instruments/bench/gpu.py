@@ -24,6 +24,7 @@ from recipes.instruments.bench.row import (
     MEASUREMENTS,
     OUT_OF_MEMORY,
     TIMED,
+    TOO_SLOW,
     XLA_FLAGS,
     Result,
     Row,
@@ -215,7 +216,7 @@ class Sweep:
     def rows(self) -> Iterator[Row]:
         """Yields the next row, which depends on `done`: record each result before the next row."""
         for row in itertools.chain(self._checks(), self._guesses(), self._around()):
-            if row not in self.done and not self._too_large(row):
+            if row not in self.done and not self._fails(row):
                 yield row
 
     def _checks(self) -> Iterator[Row]:
@@ -266,13 +267,15 @@ class Sweep:
         shape = kernels.Shape(best.batch, best.length(), 1, 1, 1, best.segments)
         return kernels.takes(kernel, shape) and self.done[best]["kernel"] != kernel
 
-    def _too_large(self, row: Row) -> bool:
-        """Whether the same row with at most as many sequences already ran out of memory."""
+    def _fails(self, row: Row) -> bool:
+        """Whether the same row but for the batch failed: compiled too slowly, or for fewer sequences
+        ran out of memory.
+        """
         return any(
-            result.get("failed") == OUT_OF_MEMORY
-            and other.batch <= row.batch
+            (failed == TOO_SLOW or (failed == OUT_OF_MEMORY and other.batch <= row.batch))
             and dataclasses.replace(other, batch=row.batch) == row
             for other, result in self.done.items()
+            if (failed := result.get("failed"))
         )
 
     def record(self, row: Row, result: Result) -> None:
