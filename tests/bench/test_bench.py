@@ -586,7 +586,7 @@ def sweep(monkeypatch, capsys):
     """Returns a function of flags and a fake row process: (rows measured, output, error)."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
-    def start(find, torch="2.11", **flags):
+    def start(find, torch="2.11", plugin="0.12", **flags):
         asked = []
 
         def run(row, limit, options):
@@ -594,7 +594,8 @@ def sweep(monkeypatch, capsys):
             return find(row, limit) | {"seconds": 1.0}
 
         monkeypatch.setattr(gpu, "run", run)
-        monkeypatch.setattr(gpu, "version", lambda name: torch if name == "torch" else "")
+        versions = {"torch": torch, gpu.PLUGINS[0]: plugin}
+        monkeypatch.setattr(gpu, "version", lambda name: versions.get(name, ""))
         error = ""
         try:
             gpu.gpu(gpu.GpuFlags(**flags))
@@ -725,6 +726,14 @@ def test_gpu_without_pytorch(sweep):
     asked, out, error = sweep(found, torch="", cases="1b:2048")
     assert (error, {row.what for row in asked}) == ("", {"check", "step", "generate"})
     assert out.startswith("PyTorch is not installed; pip install torch adds its rows.")
+
+
+def test_gpu_without_jax_s_plug_in_says_so_before_anything(sweep):
+    with pytest.raises(
+        UserError, match=r"no CUDA plug-in here; .* pip install 'jax\[cuda13\]', or use --toy"
+    ):
+        sweep(found, plugin="")
+    assert {row.what for row in sweep(found, plugin="", toy=True, torch="")[0]} >= {"check", "step"}
 
 
 def test_gpu_prints_what_it_has_when_time_is_up(sweep, monkeypatch, tmp_path):

@@ -35,6 +35,7 @@ from zoo.kernels import KERNELS
 from zoo.sizes import TRANSFORMER as SIZES
 from zoo.stack import REMAT_POLICIES
 
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 Guesses = tuple[list[dict[str, Any]], list[int]]  # settings of our step, batches of PyTorch's
 
 # Case → settings of our step and batch sizes for PyTorch, the best guess for an H200 (141 GB)
@@ -123,6 +124,11 @@ def gpu(flags: GpuFlags) -> None:
             raise UserError(f"--row={flags.row[:80]} is not a line of an --out file") from None
         return print0(json.dumps(measure(row, flags.steps, flags.rounds, flags.toy)))
     sweep = Sweep(flags)  # raises before anything starts
+    if not flags.toy and not any(map(version, PLUGINS)):
+        raise UserError(
+            "JAX has no CUDA plug-in here; install it with pip install 'jax[cuda13]', or use --toy to "
+            "try the command without a GPU"
+        )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     options = [
@@ -151,8 +157,7 @@ def gpu(flags: GpuFlags) -> None:
 def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
     devices = {result["device"] for result in sweep.done.values() if "device" in result}
     _print_times(sweep)
-    packages = ("jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "triton", "nvidia-cudnn-cu13",
-                "nvidia-cudnn-cu12")  # fmt: skip
+    packages = (*PLUGINS, "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
     print0("", "Kernels: the largest error of values and gradients against float32 attention, and the time "
            f"of a forward and a backward pass of {TIMED}. Medians of {flags.rounds} timings of {flags.steps} "
            f"steps with one sync each. {CONVENTION}")  # fmt: skip
