@@ -152,8 +152,12 @@ def load(
     """
     path = buckets.local(dataset, f"--dataset={dataset}")
     form = Form(image_size, channels, resample, center_crop)
-    shown = path.is_dir() and [e for e in path.iterdir() if not buckets.is_hidden(e.name)]
-    has_table = shown and not {e.suffix.lower() for e in shown} <= {*SUFFIXES, ".txt"}
+    shown = [
+        entry
+        for entry in (path.iterdir() if path.is_dir() else ())
+        if not buckets.is_hidden(entry.name)
+    ]
+    has_table = not {entry.suffix.lower() for entry in shown} <= {*SUFFIXES, ".txt"}
     if path.is_dir() and (not has_table or any(entry.is_dir() for entry in shown)):
         names, form, train, test = _folder(path, dataset, form)
     else:
