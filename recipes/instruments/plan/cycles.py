@@ -43,6 +43,7 @@ class Transfer:
     # Cycles that the core computes from the start to the end of one execution; infinite if it is
     # fused with what is computed.
     meanwhile: float
+    rows: int = 0  # of the buffer of a ragged-all-to-all, which data fills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,15 +330,25 @@ def _kernels(computations: dict[str, list[str]], bundles: dict[str, int]) -> dic
     }
 
 
-def with_even_load(reading: Reading, rows: float) -> Reading:
-    """What a step executes if each device's experts get so many rows, equally many each."""
+def with_even_load(reading: Reading, choices: float, rows: float) -> Reading:
+    """What a step executes if each expert gets equally many rows.
+
+    Args:
+      choices: rows of all experts of a device; rows: that each device sends and receives for them.
+    """
     kernels = [
-        dataclasses.replace(kernel, steps=products.steps(rows))
+        dataclasses.replace(kernel, steps=products.steps(choices))
         if (products := kernel.products)
         else kernel
         for kernel in reading.kernels
     ]
-    return reading._replace(kernels=kernels)
+    transfers = [
+        dataclasses.replace(transfer, sent=transfer.sent * min(1.0, rows / transfer.rows))
+        if transfer.rows
+        else transfer
+        for transfer in reading.transfers
+    ]
+    return reading._replace(kernels=kernels, transfers=transfers)
 
 
 def with_documents(reading: Reading, ids_BT: np.ndarray) -> Reading:
@@ -389,6 +400,7 @@ def _transfers(
                 times=times,
                 source=collective.source or source(match.string),
                 meanwhile=0.0 if overlap == EXPOSED else math.inf,
+                rows=collective.shapes[0][0] if collective.kind == "ragged-all-to-all" else 0,
             )
         )
     return transfers
