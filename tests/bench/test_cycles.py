@@ -68,7 +68,7 @@ def test_equal_kernels_have_equal_bundles():
         for mask, q in (("1,4,4", "2,512,64"), ("1,8,8", "2,1024,64"))
     )
     lines = (
-        short.replace("%k", "%fwd.1"),
+        short.replace("%k", "%fwd"),
         short.replace("%k", "%fwd.2"),
         long.replace("%k", "%fwd.3"),
     )

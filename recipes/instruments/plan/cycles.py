@@ -320,14 +320,19 @@ def _kernels(computations: dict[str, list[str]], bundles: dict[str, int]) -> dic
         if products:
             steps, count = products.steps(), count // products.branches
         kernels[name] = Kernel(name, 1, steps, count, grid, products)
-        equal = name.rpartition(".")[0], steps, products
+        equal = _unnumbered(name), steps, products
         of_equal[equal] = max(of_equal.get(equal, 0), count)
     return {
         name: dataclasses.replace(
-            x, bundles=x.bundles or of_equal[name.rpartition(".")[0], x.steps, x.products]
+            x, bundles=x.bundles or of_equal[_unnumbered(name), x.steps, x.products]
         )
         for name, x in kernels.items()
     }
+
+
+def _unnumbered(name: str) -> str:
+    """An instruction's name without the number by which it differs from others."""
+    return re.sub(r"\.\d+$", "", name)
 
 
 def with_even_load(reading: Reading, choices: float, rows: float) -> Reading:
