@@ -238,7 +238,7 @@ def run_experts(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, even: float, 
     return run_slots(experts, x_ND, weight_NJ, order_M, slot_M, sizes_E)
 
 
-def run_slots(experts: LocalExperts, x_ND, weight_NJ, choice_M, slot_M, sizes_E=None) -> jax.Array:
+def run_slots(experts: LocalExperts, x_ND, weight_NJ, choice_M, slot_M, sizes_E=None) -> Any:
     """`run_experts` for given slots.
 
     Args:
