@@ -363,6 +363,10 @@ def test_other_compiler_errors_are_not_about_memory():
     assert aot.too_large("INTERNAL: no", arguments=0) is None
 
 
+# While layers compute, the table's gradient is the loss's float32 sum. The programs of the next three tables are from
+# when it had 16 bits.
+SUM = 2 * 128_256 * 4_096  # bytes more, if no devices share the table
+
 # Peaks of the compiled step (jax 0.10.2, libtpu 0.0.42.1) by XLA's attention, 4,096 tokens per chip: the smallest and the
 # largest of all kinds. Three, on 256 chips, are more than 5% off: see recipes/instruments/results/compiled.md.
 COMPILED = [  # policy, chips, GB, within
@@ -412,7 +416,7 @@ def test_memory_of_8b_is_what_the_compiler_says(row):
     config = dataclasses.replace(config, dtype="bfloat16", remat=remat, attention=attention)
     mesh = jax.sharding.AbstractMesh((chips,), ("data",))
     step = common.make_step(config, "fsdp", mesh, chips, 4_096, segments=attention != "xla")
-    assert sum(memory_parts(step.layout).values()) == pytest.approx(peak * 1e9, rel=within)
+    assert sum(memory_parts(step.layout).values()) == pytest.approx(peak * 1e9 + SUM, rel=within)
 
 
 # Rows that chips share, on 16 v5p (jax 0.12, libtpu 0.0.50.1).
@@ -434,7 +438,8 @@ def test_memory_of_rows_that_chips_share_is_what_the_compiler_says(row):
     axes = parse(mesh)
     over = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     step = common.make_step(config, rules, over, axes["data"], seq_len, segments=True)
-    assert sum(memory_parts(step.layout).values()) == pytest.approx(peak * 1e9, rel=within)
+    peak = peak * 1e9 + SUM / axes.get("model", 1)
+    assert sum(memory_parts(step.layout).values()) == pytest.approx(peak, rel=within)
 
 
 @pytest.mark.full  # in the fast tier: test_no_array_holds_all_logits
