@@ -850,6 +850,21 @@ def test_kernels_on_this_machine(kernel):
     assert "failed" not in found, found
 
 
+@pytest.mark.parametrize(
+    ("flags", "limit", "widest"),
+    [
+        ("fpu avx2 avx512f amx_tile", "", ", AMX"),
+        ("fpu avx2 avx512f", "AVX2", ", AVX-512, limited to AVX2"),
+        ("fpu avx2", "", ", AVX2"),
+        ("fpu", "", ""),
+    ],
+)
+def test_a_table_names_the_processor_and_its_widest_instructions(flags, limit, widest, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_max_isa={limit}" if limit else "")
+    core = f"model name\t: Some CPU\nflags\t\t: {flags}\n"
+    assert common.cpu_kind(2 * core) == f"Some CPU, {os.cpu_count()} cores{widest}"
+
+
 WORDS = {
     "cpu": ["--toy", "--remats=none", "--unrolls=1,2", "--rounds=1", "--batch_size=2", "--seq_len=32"],
     "collectives": ["--sizes=tiny", "--kind=cpu", "--chips=8", "--rules=fsdp", "--tokens=64",
