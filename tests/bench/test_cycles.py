@@ -68,7 +68,7 @@ def test_equal_kernels_have_equal_bundles():
         for mask, q in (("1,4,4", "2,512,64"), ("1,8,8", "2,1024,64"))
     )
     lines = (
-        short.replace("%k", "%fwd.1"),
+        short.replace("%k", "%fwd"),
         short.replace("%k", "%fwd.2"),
         long.replace("%k", "%fwd.3"),
     )
@@ -130,8 +130,25 @@ def test_grids_of_grouped_matmuls_for_an_even_load():
     assert [(x.steps, x.bundles) for x in read.kernels] == [(12 * 4, 50), (12 * 4, 70)]
     assert cycles.count(read, V5E).kernels == 12 * 4 * (50 + 70)
     for rows, blocks in ((1_800, 8), (10_000, 10)):
-        even = cycles.with_even_load(read, rows)
+        even = cycles.with_even_load(read, rows, 0)
         assert {x.steps for x in even.kernels} == {(blocks + 2) * 4}
+
+
+def test_rows_that_travel_at_an_even_load():
+    """Buffers of 96 and 64 rows of 8 numbers, and 64 rows on their way; a gather always sends all."""
+    hlo = """ENTRY %main (x: bf16[64,8]) -> bf16[64,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %go = bf16[96,8]{1,0} ragged-all-to-all(%x, %c, %s, %s, %s, %s), replica_groups=[1,8]<=[8]
+  %back = bf16[64,8]{1,0} ragged-all-to-all(%go, %n, %s, %s, %s, %s), replica_groups=[1,8]<=[8]
+  ROOT %all = bf16[64,8]{1,0} all-gather(%y), replica_groups=[1,8]<=[8], dimensions={0}
+}
+"""
+    read = cycles.read_hlo(hlo, Devices("v5e", 8), {})
+    row = 7 / 8 * 8 * 2
+    assert [x.sent for x in read.transfers] == [96 * row, 64 * row, 64 * row]
+    for rows, sent in ((64, [64, 64, 64]), (48, [48, 48, 64]), (1_000, [96, 64, 64])):
+        even = cycles.with_even_load(read, choices=0, rows=rows)
+        assert [x.sent for x in even.transfers] == pytest.approx([n * row for n in sent])
 
 
 def test_documents_spare_the_blocks_that_they_do_not_share(reading):

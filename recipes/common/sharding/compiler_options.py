@@ -52,6 +52,8 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         # Small weights are gathered too, instead of summed with zeros: 124m on 256 v5e sends 1.1 GB
         # a step, with it 0.7.
         "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+        # Dropless rows travel while the core computes; newer compilers (libtpu 0.0.50) do so by default.
+        "xla_tpu_enable_async_ragged_all_to_all": "true",
     },
     # Matmuls take larger blocks, because an operation may use more of a core's vector memory than by
     # default: see results/cycles.md. v4 has no more.

@@ -33,7 +33,8 @@ from recipes.instruments.plan.cycles import Cycles, Reading, read_hlo, write_pro
 from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import Devices, parse_devices
 from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
-from recipes.instruments.plan.textbook import device_tokens
+from recipes.instruments.plan.textbook import device_tokens, devices_of_a_row
+from zoo.strategies import EXPERT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,10 +169,15 @@ def _read(path: str, devices: Devices) -> Program:
 
 
 def _with_even_load(program: Program, plan: Estimate) -> Program:
-    """With an even load of dropless experts, the only ones whose kernels depend on it."""
-    chosen = [layer.experts.per_token for layer in plan.layout.shape.layers if layer.experts]
-    rows = device_tokens(plan.layout) * max(chosen, default=0)
-    reading = plan_cycles.with_even_load(program.reading, rows)
+    """With an even load of dropless experts: their kernels and what they exchange depend on it."""
+    layout = plan.layout
+    mixtures = [layer.experts for layer in layout.shape.layers if layer.experts]
+    if not mixtures:
+        return program
+    experts = max(mixtures, key=lambda experts: experts.per_token)
+    tokens = device_tokens(layout)
+    rows = tokens * devices_of_a_row(experts, layout.count_shards(EXPERT))
+    reading = plan_cycles.with_even_load(program.reading, tokens * experts.per_token, rows)
     counted = plan_cycles.count(reading, plan.devices)
     return dataclasses.replace(program, reading=reading, cycles=counted)
 

@@ -43,6 +43,7 @@ class Transfer:
     # Cycles that the core computes from the start to the end of one execution; infinite if it is
     # fused with what is computed.
     meanwhile: float
+    rows: int = 0  # of the buffer of a ragged-all-to-all, which data fills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,25 +320,40 @@ def _kernels(computations: dict[str, list[str]], bundles: dict[str, int]) -> dic
         if products:
             steps, count = products.steps(), count // products.branches
         kernels[name] = Kernel(name, 1, steps, count, grid, products)
-        equal = name.rpartition(".")[0], steps, products
+        equal = _unnumbered(name), steps, products
         of_equal[equal] = max(of_equal.get(equal, 0), count)
     return {
         name: dataclasses.replace(
-            x, bundles=x.bundles or of_equal[name.rpartition(".")[0], x.steps, x.products]
+            x, bundles=x.bundles or of_equal[_unnumbered(name), x.steps, x.products]
         )
         for name, x in kernels.items()
     }
 
 
-def with_even_load(reading: Reading, rows: float) -> Reading:
-    """What a step executes if each device's experts get so many rows, equally many each."""
+def _unnumbered(name: str) -> str:
+    """An instruction's name without the number by which it differs from others."""
+    return re.sub(r"\.\d+$", "", name)
+
+
+def with_even_load(reading: Reading, choices: float, rows: float) -> Reading:
+    """What a step executes if each expert gets equally many rows.
+
+    Args:
+      choices: rows of all experts of a device; rows: that each device sends and receives for them.
+    """
     kernels = [
-        dataclasses.replace(kernel, steps=products.steps(rows))
+        dataclasses.replace(kernel, steps=products.steps(choices))
         if (products := kernel.products)
         else kernel
         for kernel in reading.kernels
     ]
-    return reading._replace(kernels=kernels)
+    transfers = [
+        dataclasses.replace(transfer, sent=transfer.sent * min(1.0, rows / transfer.rows))
+        if transfer.rows
+        else transfer
+        for transfer in reading.transfers
+    ]
+    return reading._replace(kernels=kernels, transfers=transfers)
 
 
 def with_documents(reading: Reading, ids_BT: np.ndarray) -> Reading:
@@ -389,6 +405,7 @@ def _transfers(
                 times=times,
                 source=collective.source or source(match.string),
                 meanwhile=0.0 if overlap == EXPOSED else math.inf,
+                rows=collective.shapes[0][0] if collective.kind == "ragged-all-to-all" else 0,
             )
         )
     return transfers
