@@ -44,7 +44,7 @@ from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
-from zoo import splash
+from zoo import splash, triton
 from zoo.attention import attend
 from zoo.flash import TILE
 from zoo.kernels import FLASH_FROM, TRITON_BLOCK, Choice, Settings, block_of
@@ -650,6 +650,24 @@ def test_an_older_gpu_is_known_by_its_compute_capability(monkeypatch):
             config = dataclasses.replace(TINY, dtype="bfloat16", head_dim=head_dim)
             choice = kernel_of(config, T, segments)
         assert choice == wanted, (capability, head_dim, T, segments)
+
+
+def test_triton_s_blocks_are_those_whose_registers_do_not_spill(monkeypatch):
+    """By the sizes of compiled kernels' stacks; Ada, 8.9, has little shared memory."""
+    sizes = {  # (dtype, head dim) → positions, also those of the forward pass where memory is large
+        ("bfloat16", 64): (64, 64),
+        ("bfloat16", 128): (64, 64),
+        ("bfloat16", 256): (32, 64),
+        ("float32", 64): (32, 32),
+        ("float32", 128): (32, 32),
+        ("float32", 256): (16, 32),
+    }
+    for capability in (8.0, 8.9, 9.0):
+        monkeypatch.setattr(triton, "compute_capability", lambda _, found=capability: found)
+        for (dtype, dim), (size, large) in sizes.items():
+            q, v = (jax.ShapeDtypeStruct((1, 1, 64, x), dtype) for x in (dim, 16))
+            assert triton._block_size(q, v) == size
+            assert triton._block_size(v, q, forward=True) == (size if capability == 8.9 else large)
 
 
 def test_the_loss_takes_more_positions_at_once_on_accelerators():
