@@ -152,8 +152,13 @@ def load(
     """
     path = buckets.local(dataset, f"--dataset={dataset}")
     form = Form(image_size, channels, resample, center_crop)
-    shown = path.is_dir() and [e for e in path.iterdir() if not buckets.is_hidden(e.name)]
-    if path.is_dir() and (not shown or any(entry.is_dir() for entry in shown)):
+    shown = [
+        entry
+        for entry in (path.iterdir() if path.is_dir() else ())
+        if not buckets.is_hidden(entry.name)
+    ]
+    has_table = not {entry.suffix.lower() for entry in shown} <= {*SUFFIXES, ".txt"}
+    if path.is_dir() and (not has_table or any(entry.is_dir() for entry in shown)):
         names, form, train, test = _folder(path, dataset, form)
     else:
         names, form, train, test = _rows(path, dataset, image_column, label_column, form)

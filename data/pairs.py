@@ -326,6 +326,10 @@ def pair_of(row: Any, where: str, chat: bool = False) -> tuple[Any, Any, Any]:
             raise DataError(f"{where} has an empty {name} answer; remove the row")
     if answers[0] == answers[1]:
         raise DataError(f"{where} has equal {' and '.join(names)} answers; remove the row")
+    if not prompt and (
+        empty := [name for name in PROMPTS if name in columns and row[name] is None]
+    ):
+        raise DataError(f"{where} has null in {empty[0]!r}; fill it, or remove the row")
     chosen, rejected = answers
     return prompt, chosen, rejected
 

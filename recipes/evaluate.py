@@ -63,7 +63,8 @@ class Evaluate(Settings):
         "data", choices=["all", "held_out"],
     )  # fmt: skip
     text_column: str = flag("text", "Text column of .jsonl, .parquet and hf: datasets.", "data")
-    label_column: str = flag("label", "Column of labels, for an encoder that classifies.", "data")
+    label_column: str = flag("label", "Column of labels, of classified texts or pictures.", "data")
+    image_column: str = flag("image", "Column of pictures, for --labels.", "data")
     pack: bool = flag(
         True, "Rows of whole documents; false: windows that cut them, as byte-level runs use.",
         "data",
@@ -169,7 +170,10 @@ def classify(
     by_captions = zero_shot.Classes(classes, texts, templates)
     layout = checkpoint.layout_of(source, mesh, devices.rules, **compute)
     parts = {
-        name: zero_shot.pictures(name, classes, config, flags.part) for name in names(flags.dataset)
+        name: zero_shot.pictures(
+            name, classes, config, flags.part, flags.image_column, flags.label_column
+        )
+        for name in names(flags.dataset)
     }
     print0(report.headline(layout), *describe_set(flags))
     variables = checkpoint.restore_variables(source, layout, dtype)

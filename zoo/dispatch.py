@@ -204,42 +204,113 @@ def dropless(experts: LocalExperts, x_BTD, choice: Choice, load_limit: float = 0
         expert_NJ -= jax.lax.axis_index(axes) * experts.here
     x_ND = checkpoint_name(x_ND, "dispatched")
     weight_NJ = checkpoint_name(weight_NJ, "dispatched")
-    out_ND = run_experts(experts, x_ND, expert_NJ, weight_NJ, slots=expert_NJ.size)
+    even = expert_NJ.size * experts.here / experts.number
+    out_ND = run_experts(experts, x_ND, expert_NJ, weight_NJ, even, slots=expert_NJ.size)
     out_BTD = sum_shards(out_ND.reshape(-1, T, out_ND.shape[-1]), split)
     return jax.lax.psum_scatter(out_BTD, axes, tiled=True) if axes else out_BTD
 
 
-def run_experts(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, slots: int) -> jax.Array:
+def run_experts(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, even: float, slots: int):
     """Weighted sums of the outputs of this device's experts, [N, D].
 
     Args:
       expert_NJ: the experts of each row; those of this device are 0 to E - 1, others are skipped.
-      slots: at least the number of choices of this device's experts.
+      even: the number of choices of this device's experts at an even load.
+      slots: at least their number.
     """
-    N, J = expert_NJ.shape
     E = experts.here
     here_M = expert_NJ.reshape(-1)
     here_M = jnp.where((here_M >= 0) & (here_M < E), here_M, E)  # other devices' choices go last
     order_M = jnp.argsort(here_M)
     slot_M = jnp.argsort(order_M)
     sizes_E = (here_M[:, None] == jnp.arange(E)[None]).sum(axis=0).astype(jnp.int32)
+    if not multiplies_groups():
+        rows = min(len(x_ND), max(ROWS, math.ceil(ROOM * even / E)))  # of few, a turn has all
+        turns = on_all_devices(-(-sizes_E.max() // rows))
+        chosen = Chosen(here_M, order_M, slot_M, sizes_E, turns)
+        return in_batches(experts, rows, chosen, x_ND, weight_NJ)
     # Mask those choices: ragged_dot's output outside of all groups is undefined.
     slot_M = jnp.where(here_M < E, slot_M, -1)
     order_M = order_M[:slots]
     if slots > ROWS:  # whole blocks
         order_M = jnp.pad(order_M, (0, -len(order_M) % ROWS))
     order_M = jnp.where(jnp.arange(len(order_M)) < sizes_E.sum(), order_M, -1)
-    token_1M = order_M[None] // J
+    return run_slots(experts, x_ND, weight_NJ, order_M, slot_M, sizes_E)
+
+
+def run_slots(experts: LocalExperts, x_ND, weight_NJ, choice_M, slot_M, sizes_E=None) -> Any:
+    """`run_experts` for given slots.
+
+    Args:
+      choice_M: which of the N · J choices is in each slot, -1 if none.
+      slot_M: where each choice is, -1 if nowhere.
+      sizes_E: see ExpertMatmul; None: all experts have as many slots.
+    """
+    N, J = weight_NJ.shape
+    token_1M = choice_M[None] // J
     slot_1NJ = slot_M.reshape(1, N, J)
     x_MD = spread(x_ND[None], token_1M, slot_1NJ)[0]
-    weight_M1 = spread(weight_NJ.reshape(1, -1, 1), order_M[None], slot_M.reshape(1, -1, 1))[0]
-    out_MD = weighted(experts(x_MD, sizes_E), weight_M1)
-    return unite(out_MD[None], slot_1NJ, token_1M)[0]
+    weight_M1 = spread(weight_NJ.reshape(1, -1, 1), choice_M[None], slot_M.reshape(1, -1, 1))[0]
+    if sizes_E is None:
+        x_MD = x_MD.reshape(experts.here, -1, x_MD.shape[-1])
+    out_MD = experts(x_MD, sizes_E).reshape(len(weight_M1), -1)
+    return unite(weighted(out_MD, weight_M1)[None], slot_1NJ, token_1M)[0]
+
+
+class Chosen(NamedTuple):
+    """Choices of this device's experts; E for those of other devices."""
+
+    expert_M: jax.Array
+    order_M: jax.Array  # the choices, sorted by expert
+    place_M: jax.Array  # of each choice in that order
+    sizes_E: jax.Array  # choices of each expert
+    turns: jax.Array  # the number of turns, the same on all devices
+
+
+def multiplies_groups() -> bool:
+    """Whether ragged_dot multiplies rows by their own expert's weight. GPUs multiply by all, and mask."""
+    return device().platform != "gpu"
+
+
+def in_batches(experts: LocalExperts, rows: int, chosen: Chosen, x_ND, weight_NJ) -> jax.Array:
+    """`run_experts` by batched products: in a turn, each expert computes `rows` of its rows.
+
+    Mostly one turn is enough.
+    """
+    weights = experts.weights
+    if not experts.sums_gradients:  # they are summed once, over all turns
+        weights = tuple(varying(varying_axes(x_ND), *weights))
+    run_turn = functools.partial(one_batch, experts, rows)
+    first_ND = run_turn(jnp.int32(0), chosen, x_ND, weight_NJ, weights)
+    if rows == len(x_ND):
+        return first_ND
+    return first_ND + further_turns(run_turn, chosen, x_ND, weight_NJ, weights)
+
+
+def one_batch(experts: LocalExperts, rows: int, turn, chosen: Chosen, x_ND, weight_NJ, weights):
+    """The part of `in_batches` that experts compute in a turn, [N, D]."""
+    E = experts.here
+    first_E = before(chosen.sizes_E)
+    number_1U = turn * rows + jnp.arange(rows)[None]
+    place_EU = jnp.minimum(first_E[:, None] + number_1U, len(chosen.order_M) - 1)
+    choice_EU = jnp.where(number_1U < chosen.sizes_E[:, None], chosen.order_M[place_EU], -1)
+    number_M = chosen.place_M - first_E[jnp.minimum(chosen.expert_M, E - 1)]
+    slot_M = chosen.expert_M * rows + number_M - turn * rows
+    slot_M = jnp.where((chosen.expert_M < E) & (number_M // rows == turn), slot_M, -1)
+    experts = dataclasses.replace(experts, weights=weights)
+    return run_slots(experts, x_ND, weight_NJ, choice_EU.reshape(-1), slot_M)
+
+
+def on_all_devices(turns) -> jax.Array:
+    """The largest number of turns, because devices have to send in as many."""
+    axes = tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
+    (turns,) = varying(axes, turns)
+    return jax.lax.pmax(turns, axes) if axes else turns
 
 
 # ---- rows travel to the devices of their experts -------------------------------------------------
 
-ROOM = 1.5  # choices that a device computes in a turn, as a multiple of an even load
+ROOM = 1.5  # choices that a device, or an expert, computes in a turn, as a multiple of an even load
 
 
 class Route(NamedTuple):
@@ -311,10 +382,7 @@ def exchange(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, load_limit: floa
     device_NJ, turn_NJ, taken_PP, room = take_turns(expert_NJ, experts.here, axes, load_limit)
     same_NJJ = device_NJ[:, :, None] == device_NJ[:, None]
     is_first_NJ = ~(same_NJJ & jnp.tri(J, k=-1, dtype=bool)[None]).any(axis=-1)
-    mesh = tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
-    turns = -(-taken_PP.sum(axis=0).max() // room)
-    (turns,) = varying(mesh, turns)
-    turns = jax.lax.pmax(turns, mesh)
+    turns = on_all_devices(-(-taken_PP.sum(axis=0).max() // room))
     route = Route(expert_NJ, device_NJ, jnp.where(is_first_NJ, turn_NJ, -1), turns)
     run_turn = functools.partial(one_turn, experts, room)
     first_ND = run_turn(jnp.int32(0), route, x_ND, weight_NJ, experts.weights)
@@ -353,13 +421,13 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     is_row_C1 = (jnp.arange(arriving) < counts_PP[:, me].sum())[:, None]
     expert_CJ = jnp.where(is_row_C1, both_CJ[:, :J].astype(jnp.int32) - me * experts.here, -1)
     # The choices of the turn's last row may go beyond the room.
-    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], slots=room + J - 1)
+    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], N * J, slots=room + J - 1)
     out_MD = jnp.asarray(move(out_CD, counts_PP.T, axes, (arriving, leaving), N))
     return unite(out_MD[None], place_NJ[None], row_M[None])[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def further_turns(run_turn, route: Route, x_ND, weight_NJ, weights) -> Any:
+def further_turns(run_turn, route: Route | Chosen, x_ND, weight_NJ, weights) -> Any:
     """The sum of all turns but the first, added in float32; saves no more than its inputs."""
 
     def add_turn(carry):

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as gpu
 
-from .kernels import NOT_SEEN, TRITON_BLOCK, Settings, in_window
+from .kernels import NOT_SEEN, TRITON_BLOCK, Settings, compute_capability, in_window
 from .layers import dot, soft_cap
 from .sharding import device
 from .splash import may_see
+
+LARGE = (8.0, 9.0)  # compute capabilities of GPUs with more than 99 KiB of shared memory
 
 
 def triton(settings: Settings, q_BNTH, kv, ids_BT, offset):
@@ -29,7 +31,7 @@ def triton(settings: Settings, q_BNTH, kv, ids_BT, offset):
     ids_T, ids_S = ids_BT[:, None], kv[2][:, None]
     out, log_sum = _call(
         functools.partial(_attention, settings, q_BNTH.shape[-1] ** -0.5),
-        _visits(settings, ids_BT, kv[2], offset, size := _block_size(q, v)),
+        _visits(settings, ids_BT, kv[2], offset, size := _block_size(q, v, forward=True)),
         blocks=(ids_T, q),
         rows=(ids_S, k, v),
         results=((*q.shape[:3], v.shape[-1]), q.shape[:3]),
@@ -72,10 +74,12 @@ def _pad(x_BNTH):
     return jnp.pad(x_BNTH, (*[(0, 0)] * 3, (0, max(16, pl.next_power_of_2(H)) - H)))
 
 
-def _block_size(*arrays) -> int:
+def _block_size(*arrays, forward: bool = False) -> int:
     """Positions of a block: with more, registers would spill, or shared memory not be enough."""
-    numbers = 8_192 if arrays[0].dtype.itemsize == 2 else 2_048
-    return max(16, min(TRITON_BLOCK, numbers // max(x.shape[-1] for x in arrays)))
+    itemsize = arrays[0].dtype.itemsize
+    large = forward and compute_capability(device().device_kind) in LARGE
+    most = (32_768 if large else 16_384) // itemsize  # numbers
+    return max(16, min(2 * TRITON_BLOCK // itemsize, most // max(x.shape[-1] for x in arrays)))
 
 
 def _visits(settings: Settings, ids_BT, ids_BS, offset, size: int, by_key: bool = False):

@@ -82,14 +82,21 @@ def read_labels(labels: str) -> list[str]:
     return names
 
 
-def pictures(dataset: str, names: list[str], config: Any, part: str) -> list[Dataset]:
+def pictures(
+    dataset: str,
+    names: list[str],
+    config: Any,
+    part: str,
+    image_column: str = "image",
+    label_column: str = "label",
+) -> list[Dataset]:
     """The parts of a dataset of pictures to classify, whose classes are among `names`.
 
     Each part has its pictures as held-out ones. Raises UserError.
     """
     data = images.load(
         dataset, config.image_size, config.channels, names, config.mean, config.std, config.resample,
-        center_crop=config.center_crop,
+        image_column=image_column, label_column=label_column, center_crop=config.center_crop,
     )  # fmt: skip
     classes = data.config["labels"]
     if list(classes) != names:

@@ -47,6 +47,7 @@ from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from zoo import delta, moe, qwen3_next, splash
+from zoo.dispatch import ROOM
 from zoo.experts import EXPERT_REMAT
 from zoo.moe import MoE
 from zoo.transformer import Config, Transformer
@@ -351,16 +352,18 @@ def test_dense_first_layers_by_hand():
     assert shape.multiplied == table + 3 * first.attention.weights + mlps
     config = dataclasses.replace(config, remat="dispatched")
     layout = make_layout(moe.MoE, config, make_mesh("4x2"), "tp", batch_size=8, seq_len=16)
-    received = 2 * 64  # by a position's experts
+    received = 64  # by all of a position's experts
     numbers = 3 * 64 + received
     assert memory.memory_parts(layout)["saved activations"] == numbers * 2 * 16 * 4
 
 
 def test_only_experts_with_a_capacity_compute_empty_slots():
-    """As many for each part of a row, where context parallelism splits it."""
-    devices = parse_devices("v5p:8")
+    """As many for each part of a row, where context parallelism splits it. GPUs compute batches."""
 
-    def matmuls(capacity: float | None, rules: str, axes: dict[str, int]) -> float:
+    def matmuls(
+        capacity: float | None, rules: str, axes: dict[str, int], kind: str = "v5p"
+    ) -> float:
+        devices = parse_devices(f"{kind}:8")
         config = dataclasses.replace(moe.Config.tiny(), capacity=capacity)
         mesh = abstract_mesh(axes, devices)
         layout = make_layout(moe.MoE, config, mesh, rules, batch_size=8, seq_len=64)
@@ -372,6 +375,7 @@ def test_only_experts_with_a_capacity_compute_empty_slots():
     slots = matmuls(2.0, *rows) - matmuls(1.0, *rows)  # one for each choice
     assert slots > 0
     assert matmuls(1.0, *parts) == pytest.approx(matmuls(1.0, *rows) + 3 * slots)
+    assert matmuls(None, *rows, "h100") == pytest.approx(matmuls(ROOM, *rows, "h100"))
 
 
 @pytest.mark.parametrize(
@@ -485,12 +489,14 @@ BYTES_OUTSIDE = {
     ("80b_a3b", "v5p:16", "fsdp_cp", "full"): 0.75,
 }
 MEMORY_OUTSIDE = {
-    ("mixtral_8x7b", "v5p:16", "fsdp_ep_cp", "dispatched"): 0.90,
-    ("8b", "v5p:256", "fsdp", "full"): 0.81,
+    ("8b", "v5p:256", "fsdp", "full"): 0.84,
     ("8b", "v5p:256", "fsdp_cp", "full"): 0.78,
-    ("8b", "v6e:64", "fsdp", "full"): 0.82,
+    ("8b", "v6e:64", "fsdp", "full"): 0.90,
     ("1b", "v5e:16", "fsdp", "full"): 1.26,  # Gemma 3, compiled when the loss summed in bfloat16
+    ("1b", "h100:8", "dp", "full"): 1.12,
     ("1b", "h100:8", "fsdp", "full"): 0.83,
+    ("mixtral_8x7b", "v5p:16", "fsdp_ep", "full"): 1.13,  # dropless, like the next
+    ("mixtral_8x7b", "v5p:256", "fsdp_ep_tp", "sublayers"): 1.22,
 }
 
 
@@ -882,15 +888,12 @@ def test_the_page_is_in_the_order_of_times_and_explains_ties():
 
 
 def test_times_say_how_far_published_runs_are_from_them():
-    """The least and most of the column in results/planner.md."""
-    text = (
-        (ROOT / "recipes" / "instruments" / "results" / "planner.md")
-        .read_text()
-        .split("| times the published |")[1]
-    )
+    """The least and most of the columns in results/planner.md."""
+    text = (ROOT / "recipes" / "instruments" / "results" / "planner.md").read_text()
+    tables = text.partition("| times the published |")[2]
     ratios = {"tpu": [], "gpu": []}
-    for row in re.findall(r"^\|(.*\d\]\[\w+\].*)\|$", text, re.MULTILINE):
-        ratios["gpu" if "H100" in row else "tpu"].append(float(row.split("|")[-1]))
+    for row in re.findall(r"^\|(.*\d\]\[\w+\].*)\|$", tables, re.MULTILINE):
+        ratios["gpu" if re.search("H[12]00", row) else "tpu"].append(float(row.split("|")[-1]))
     assert {kind: (min(x), max(x)) for kind, x in ratios.items()} == answer.PUBLISHED
     line = (
         "Times follow the compiler's cycles: published runs on TPUs take 0.9 to 1.3 times as long"

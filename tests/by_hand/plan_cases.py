@@ -35,6 +35,7 @@ class Case(NamedTuple):
     rows: int = 0  # 0: one for each shard of the batch
     accumulate: int = 1
     layers: int = 0  # 0: all
+    dropless: bool = False
 
 
 DENSE = [  # rules, mesh on 16, mesh on 256
@@ -60,6 +61,23 @@ EXPERTS = [
     ("fsdp_ep_cp", "data=2,seq=2,expert=4"),
     ("fsdp_ep_pp", "data=2,pipe=2,expert=4"),
 ]
+# Compiled until they were scheduled: recipes/instruments/results/compiled.md, "Dropless experts".
+DROPLESS = [
+    *(Case(entry, size, "v5p:16", "fsdp_ep", "data=2,expert=8", 8_192, layers=4, dropless=True)
+      for entry, size in (("moe", "mixtral_8x7b"), ("moe", "qwen3_30b_a3b"),
+                          ("qwen3_next", "80b_a3b"))),
+    *(Case("moe", size, "v5p:256", "fsdp_ep", "data=32,expert=8", 8_192, dropless=True)
+      for size in ("qwen3_30b_a3b", "glm45_air")),
+    Case("deepseek", "671b", "v5p:256", "fsdp_ep", "data=4,expert=64", 4_096, dropless=True),
+    *(Case("moe", "mixtral_8x7b", "v5p:16", rules, mesh, T, remat, rows, 1, 2, dropless=True)
+      for rules, mesh, T, remat, rows in (
+          ("fsdp_ep", "data=2,expert=8", 4_096, "dispatched", 16),
+          ("fsdp_ep_tp", "data=2,expert=4,model=2", 4_096, "sublayers", 16),
+          ("fsdp_ep_cp", "data=2,seq=2,expert=4", 8_192, "dispatched", 8),
+          ("fsdp_ep_pp", "data=2,pipe=2,expert=4", 4_096, "dispatched", 16))),
+    Case("moe", "mixtral_8x7b", "v5p:256", "fsdp_ep_tp", "data=16,expert=8,model=2", 4_096,
+         "sublayers", 256, 1, 2, dropless=True),
+]  # fmt: skip
 CASES = [
     *(Case("transformer", "1b", "v5p:16", rules, mesh, 4_096) for rules, mesh, _ in DENSE),
     *(Case("moe", "mixtral_8x7b", "v5p:16", rules, mesh, 4_096, "dispatched", layers=4)
@@ -78,6 +96,7 @@ CASES = [
     Case("transformer", "70b", "v5p:256", "fsdp_tp", "64x4", 4_096),
     Case("gemma3", "1b", "v5e:16", "fsdp", "16", 4_096),
     Case("qwen3_next", "80b_a3b", "v5p:16", "fsdp_cp", "data=1,seq=16", 131_072, rows=1, layers=4),
+    *DROPLESS,
     *(Case("transformer", "1b", "h100:8", rules, mesh, 4_096)
       for rules, mesh in (("dp", "8"), ("fsdp", "8"), ("tp", "2x4"), ("fsdp_tp", "4x2"),
                           ("fsdp_cp", "data=2,seq=4"))),
@@ -89,6 +108,8 @@ def estimated(case: Case) -> Estimate:
     config = dataclasses.replace(
         entries.sizes(case.entry)[case.size](), dtype="bfloat16", remat=case.remat
     )
+    if case.dropless:
+        config = dataclasses.replace(config, capacity=None)
     if case.layers:
         config = dataclasses.replace(config, num_layers=case.layers)
     devices, axes = parse_devices(case.devices), parse(case.mesh)
@@ -121,10 +142,10 @@ def measure(case: Case) -> dict:
 def main(path: pathlib.Path) -> None:
     jax.config.update("jax_platforms", "cpu")
     lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
-    done = {json.dumps(x["case"]) for x in lines}
+    done = {Case(*x["case"]) for x in lines}
     for case in CASES:
         kind = parse_devices(case.devices).kind
-        if json.dumps(list(case)) in done or missing_compiler(kind):
+        if case in done or missing_compiler(kind):
             continue
         try:
             found = measure(case)

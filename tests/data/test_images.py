@@ -246,6 +246,13 @@ def nothing(root):
     (root / ".hidden").mkdir()
 
 
+def flat(root):
+    """Pictures and their captions, but no classes."""
+    nothing(root)
+    picture(root / "cat.png")
+    (root / "cat.txt").write_text("a cat")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -256,6 +263,7 @@ def nothing(root):
         (text, "{pets}: {pets}/dog/1.png is not a readable picture; replace or remove it"),
         (grey, "{pets} has grey pictures, such as {pets}/cat/1.png, and colored ones, such as {pets}/"),
         (nothing, "{pets} has no folders in {pets}; use one for each class"),
+        (flat, "{pets} has no folders in {pets}; use one for each class"),
     ],
 )  # fmt: skip
 def test_bad_folders(damage, message, pets):

@@ -58,6 +58,16 @@ def test_all_pictures_or_those_held_out_have_the_numbers_of_their_labels(pets):
         zero_shot.pictures(str(pets), ["fox", "cat"], Config.tiny(), "all")
 
 
+def test_columns_of_tables_have_names(tmp_path):
+    rows = [{"photo": [[i, 9], [9, 9]], "kind": i % 2} for i in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="--image_column to one of 'photo', 'kind'"):
+        zero_shot.pictures(str(tmp_path), ["1", "0"], Config.tiny(), "all")
+    parts = zero_shot.pictures(str(tmp_path), ["1", "0"], Config.tiny(), "all", "photo", "kind")
+    labels = [data.held_out.take(np.arange(len(data.held_out)))["label"] for data in parts]
+    assert np.bincount(np.concatenate(labels)).tolist() == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -153,6 +153,7 @@ MISTAKES = {
     "no rejected": ({"prompt": "a", "chosen": "b"}, "has no column 'rejected'; a row has"),
     "no answers": ({"text": "a"}, "has no column 'chosen'; a row has a prompt, and"),
     "null": ({"prompt": "a", "chosen": "b", "rejected": None}, "has null in 'rejected'; a row has"),
+    "no prompt": ({"prompt": None, "chosen": "b", "rejected": "c"}, "has null in 'prompt'; fill it"),
     "no object": ([1], "has no column 'chosen'; a row has"),
     "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "has an empty chosen answer; remove"),
     "no messages": (

@@ -77,6 +77,8 @@ MESH_ROWS = [
     (["--mesh=4x2", "--rules=fsdp_ep"], "--rules=fsdp_ep is not a strategy of this entry; it has dp, zero1"),
     (["--mesh=4x2", "--rules=fdsp"], "--rules=fdsp is not a strategy of this entry; did you mean 'fsdp'?"),
     (["--mesh=4x2", "--rules=x"], "--rules=x is not a strategy of this entry; it has dp, zero1, fsdp, tp_sp, fsdp_tp_sp, hsdp_tp_sp, tp, fsdp_tp, hsdp_tp, cp, fsdp_cp, fsdp_cp_tp, pp, pp_zero1, fsdp_pp, fsdp_pp_tp"),
+    (["--mesh=4x2", "--sample_rules=nope"], "--sample_rules=nope is not a strategy of this entry; it has dp,"),
+    (["--mesh=data=2,pipe=2", "--sample_rules=pp"], "--sample_rules=pp has 2 stages of layers, which can't generate; use --sample_rules=fsdp, for example"),
 ]  # fmt: skip
 
 SET_ROWS = [

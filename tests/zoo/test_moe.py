@@ -542,8 +542,12 @@ LOADS = {
 
 
 @functools.cache
-def computed(load: str, mesh: str, strategy: str, room: float):
-    """(output, gradients) of a mixture of 8 experts, whose choice a bias decides."""
+def computed(load: str, mesh: str, strategy: str, room: float, grouped: bool = True):
+    """(output, gradients) of a mixture of 8 experts, whose choice a bias decides.
+
+    Args:
+      grouped: whether devices have a product of groups of rows, as GPUs have not.
+    """
     choices, chosen = LOADS[load]
     config = dataclasses.replace(Config.tiny(), capacity=None, experts_per_token=choices)
     module = built(GatedExperts, config, biased=True, normalize=True)
@@ -557,20 +561,22 @@ def computed(load: str, mesh: str, strategy: str, room: float):
         return (out_BTD * jnp.cos(x_BTD)).sum(), out_BTD
 
     step = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True, allow_int=True))
-    if not mesh:
-        return jax.device_get(step(weights, x_BTD)[::-1])
-    made = make_mesh(mesh)
     ragged_dot = jax.lax.ragged_dot
 
     def in_blocks(x_MD, *args, **kwargs):
+        assert grouped, "batches need no groups"
         assert len(x_MD) % 4 == 0, "TPUs have a kernel for whole blocks alone"
         return ragged_dot(x_MD, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(made):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "ROOM", room)
         patch.setattr(dispatch, "ROWS", 4)
+        patch.setattr(dispatch, "multiplies_groups", lambda: grouped)
         patch.setattr(jax.lax, "ragged_dot", in_blocks)
-        with nnx.logical_axis_rules(tuple(RULES[strategy].items())):
+        if not mesh:
+            return jax.device_get(step(weights, x_BTD)[::-1])
+        made = make_mesh(mesh)
+        with jax.set_mesh(made), nnx.logical_axis_rules(tuple(RULES[strategy].items())):
             on_mesh = jax.device_put(weights, nnx.get_named_sharding(weights, made))
             x_BTD = jax.device_put(x_BTD, jax.NamedSharding(made, jax.P(("data", "expert"))))
             return jax.device_get(step(on_mesh, x_BTD)[::-1])
@@ -592,12 +598,29 @@ TRAVELS = [
 )
 def test_rows_travel_to_the_devices_of_their_experts(load, mesh, strategy, room):
     """Whatever the load, nothing is dropped: outputs and gradients are those of one device."""
-    wanted_BTD, wanted = computed(load, "", "", room)
-    found_BTD, found = computed(load, mesh, strategy, room)
-    np.testing.assert_allclose(found_BTD, wanted_BTD, rtol=1e-4, atol=1e-6)
-    for want, x in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+    assert_computes(computed(load, mesh, strategy, room), computed(load, "", "", 1.5))
+
+
+def assert_computes(found, wanted):
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4, atol=1e-6)
+    for x, want in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
         if want.dtype == np.float32:
             np.testing.assert_allclose(x, want, rtol=1e-4, atol=2e-6 * max(1, np.abs(want).max()))
+
+
+BATCHES = [
+    ("all rows to one device", "", "", 1.5),  # three turns of two experts
+    ("as routed", "data=1,expert=4", "ep", 0.3),  # turns of devices, each with turns of experts
+    ("one device for two of three choices", "data=2,expert=2", "fsdp_ep", 1.5),  # all rows gathered
+    ("more choices than devices", "data=1,expert=4", "ep", 8.0),  # one turn
+]
+
+
+@pytest.mark.parametrize(("load", "mesh", "strategy", "room"), full_except(BATCHES, BATCHES[:1]))
+def test_experts_multiply_batches_of_their_rows_where_groups_cost_more(load, mesh, strategy, room):
+    """On GPUs. Whatever the load, nothing is dropped, and no product is masked."""
+    found = computed(load, mesh, strategy, room, grouped=False)
+    assert_computes(found, computed(load, "", "", 1.5))
 
 
 def test_rows_beyond_a_limit_of_the_load_are_dropped_and_counted():
@@ -680,6 +703,32 @@ def test_tpus_multiply_whole_blocks_of_rows(monkeypatch):
         (f"{rows}x640", "2x640x256", f"{rows}x256", "640", "256"),  # down, and a gradient
         (f"{rows}x256", f"{rows}x640", "2x256x640", "256", "640"),
         (f"{rows}x640", f"{rows}x256", "2x640x256", "384", "256"),
+    }
+
+
+def test_gpus_multiply_a_row_by_its_own_expert_alone(monkeypatch):
+    """In batches of 1.5 times an even load; their ragged_dot multiplies all rows by all experts."""
+    monkeypatch.setattr(dispatch, "device", lambda: types.SimpleNamespace(platform="gpu"))
+    config = dataclasses.replace(Config.tiny(), capacity=None, num_layers=1, embed=32, mlp=48)
+    module, x_BTD = built(GatedExperts, config, biased=False), jnp.zeros((2, 1_024, 32))
+    positions = make_positions(config, jnp.zeros((2, 1_024), jnp.int32))
+    graph, weights = nnx.split(module)
+
+    def total(weights, x_BTD):
+        return nnx.merge(graph, weights)(x_BTD, positions)[0].sum()
+
+    traced = jax.jit(jax.grad(total, argnums=(0, 1))).trace(weights, x_BTD)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "ragged_dot" not in text
+    rows = 3 * 2 * 1_024 * 2 // 2 // 8
+    shapes = re.findall(r"stablehlo.dot_general.*?\(tensor<8x(\w+)xf32>, tensor<8x(\w+)xf32>", text)
+    assert set(shapes) == {
+        (f"{rows}x32", "32x48"),  # gate and up
+        (f"{rows}x48", "48x32"),  # down
+        (f"{rows}x48", "32x48"),  # gradients of rows
+        (f"{rows}x32", "48x32"),
+        (f"{rows}x48", f"{rows}x32"),  # of weights
+        (f"{rows}x32", f"{rows}x48"),
     }
 
 

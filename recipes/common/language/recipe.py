@@ -58,6 +58,8 @@ def main(
     check_heads(layout)
     check_stages(layout, training.accumulate)
     check_offload(layout, training.offload)
+    if sample and sample.sample_rules:
+        sample.layout(model, layout, text.seq_len)  # raises if they can't generate
     if run.plan:
         long = contexts.beyond(entry, flags.size, text.seq_len)
         return print0(

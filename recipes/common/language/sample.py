@@ -9,7 +9,7 @@ from flax import nnx
 
 from data.tokenizer import Tokenizer
 from recipes.common.generation import Generator, Sampling, cap_windows
-from recipes.common.runtime import flag, quote, warn
+from recipes.common.runtime import UserError, flag, quote, warn
 from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.move import move
@@ -45,6 +45,20 @@ class Sample:
             return tokenizer.ask([{"role": "user", "content": self.prompt}])
         return tokenizer.prompt(self.prompt)
 
+    def layout(self, model: type[nnx.Module], training: Layout, context: int) -> Layout:
+        """The layout to write with, see `write`. Raises UserError if --sample_rules can't."""
+        config = cap_windows(training.config, context)
+        try:
+            layout = make_layout(model, config, training.mesh, self.sample_rules or training.rules)
+        except UserError as error:  # the run's own rules were found to fit
+            raise UserError(str(error).replace("--rules", "--sample_rules")) from None
+        if self.sample_rules and layout.stages > 1:
+            raise UserError(
+                f"--sample_rules={self.sample_rules} has {layout.stages} stages of layers, which can't "
+                "generate; use --sample_rules=fsdp, for example"
+            )
+        return layout
+
     def write(
         self,
         model: type[nnx.Module],
@@ -60,8 +74,7 @@ class Sample:
         Args:
           context: tokens that a position attends to, as in training.
         """
-        config = cap_windows(layout.config, context)
-        target = make_layout(model, config, layout.mesh, self.sample_rules or layout.rules)
+        target = self.layout(model, layout, context)
         variables = move(state, layout, target) if self.sample_rules else state
         sampling = Sampling(self.temperature, seed=seed)
         generator = Generator(target, variables, sampling, tokenizer.end, tokenizer.vocabulary)

@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import os
+import pathlib
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +28,9 @@ from recipes.common.train.step import TrainStep
 from zoo.transformer import Transformer
 
 ONE_DEVICE: Rules = {}  # sharding rules for one device: nothing is split
+CPU_INFO = pathlib.Path("/proc/cpuinfo")  # on Linux
+# A processor's flag in CPU_INFO → the instructions that it stands for, the widest first.
+INSTRUCTIONS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
 CONVENTION = (
     "FLOPs: 6·N per token, where N counts the weights that a token is multiplied with, plus "
     "12·T·(heads · head dim) per token and layer for attention over the full T × T square, or half "
@@ -169,7 +174,7 @@ def machine(kind: str = "", *others: str) -> str:
       others: more packages whose versions to include.
     """
     kind = kind or jax.devices()[0].device_kind
-    kind = _cpu() if kind == "cpu" else kind
+    kind = cpu_kind(CPU_INFO.read_text() if CPU_INFO.exists() else "") if kind == "cpu" else kind
     names = ("jax", "jaxlib", "flax", "libtpu", *others)
     versions = ", ".join(f"{n} {v}" for n in names if (v := version(n)))
     python = platform.python_version()
@@ -185,15 +190,21 @@ def version(package: str) -> str:
         return ""
 
 
-def _cpu() -> str:
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
-            name = names[0] if names else name
-    except OSError:
-        pass
-    return f"{name}, {os.cpu_count()} cores"
+def cpu_kind(cpu_info: str) -> str:
+    """The processor's name, cores and widest instructions, and a limit on those in XLA_FLAGS.
+
+    Args:
+      cpu_info: what Linux says in CPU_INFO; empty on other systems.
+    """
+    fields = (line.partition(":") for line in reversed(cpu_info.splitlines()))
+    facts = {name.strip(): value.strip() for name, _, value in fields}  # of the first core
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    flags = facts.get("flags", "").split()
+    widest = [kind for flag, kind in INSTRUCTIONS.items() if flag in flags][:1]
+    limit = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))[-1:]
+    return ", ".join(
+        [name, f"{os.cpu_count()} cores", *widest, *(f"limited to {x}" for x in limit)]
+    )
 
 
 class Table:

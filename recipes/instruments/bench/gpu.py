@@ -24,6 +24,7 @@ from recipes.instruments.bench.row import (
     MEASUREMENTS,
     OUT_OF_MEMORY,
     TIMED,
+    TOO_SLOW,
     XLA_FLAGS,
     Result,
     Row,
@@ -34,6 +35,7 @@ from zoo.kernels import KERNELS
 from zoo.sizes import TRANSFORMER as SIZES
 from zoo.stack import REMAT_POLICIES
 
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 Guesses = tuple[list[dict[str, Any]], list[int]]  # settings of our step, batches of PyTorch's
 
 # Case → settings of our step and batch sizes for PyTorch, the best guess for an H200 (141 GB)
@@ -122,6 +124,11 @@ def gpu(flags: GpuFlags) -> None:
             raise UserError(f"--row={flags.row[:80]} is not a line of an --out file") from None
         return print0(json.dumps(measure(row, flags.steps, flags.rounds, flags.toy)))
     sweep = Sweep(flags)  # raises before anything starts
+    if not flags.toy and not any(map(version, PLUGINS)):
+        raise UserError(
+            "JAX has no CUDA plug-in here; install it with pip install 'jax[cuda13]', or use --toy to "
+            "try the command without a GPU"
+        )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     options = [
@@ -150,8 +157,7 @@ def gpu(flags: GpuFlags) -> None:
 def _end(flags: GpuFlags, sweep: "Sweep", unmeasured: Row | None) -> None:
     devices = {result["device"] for result in sweep.done.values() if "device" in result}
     _print_times(sweep)
-    packages = ("jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "triton", "nvidia-cudnn-cu13",
-                "nvidia-cudnn-cu12")  # fmt: skip
+    packages = (*PLUGINS, "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
     print0("", "Kernels: the largest error of values and gradients against float32 attention, and the time "
            f"of a forward and a backward pass of {TIMED}. Medians of {flags.rounds} timings of {flags.steps} "
            f"steps with one sync each. {CONVENTION}")  # fmt: skip
@@ -215,7 +221,7 @@ class Sweep:
     def rows(self) -> Iterator[Row]:
         """Yields the next row, which depends on `done`: record each result before the next row."""
         for row in itertools.chain(self._checks(), self._guesses(), self._around()):
-            if row not in self.done and not self._too_large(row):
+            if row not in self.done and not self._fails(row):
                 yield row
 
     def _checks(self) -> Iterator[Row]:
@@ -266,13 +272,15 @@ class Sweep:
         shape = kernels.Shape(best.batch, best.length(), 1, 1, 1, best.segments)
         return kernels.takes(kernel, shape) and self.done[best]["kernel"] != kernel
 
-    def _too_large(self, row: Row) -> bool:
-        """Whether the same row with at most as many sequences already ran out of memory."""
+    def _fails(self, row: Row) -> bool:
+        """Whether the same row but for the batch failed: compiled too slowly, or for fewer sequences
+        ran out of memory.
+        """
         return any(
-            result.get("failed") == OUT_OF_MEMORY
-            and other.batch <= row.batch
+            (failed == TOO_SLOW or (failed == OUT_OF_MEMORY and other.batch <= row.batch))
             and dataclasses.replace(other, batch=row.batch) == row
             for other, result in self.done.items()
+            if (failed := result.get("failed"))
         )
 
     def record(self, row: Row, result: Result) -> None:

@@ -4,8 +4,9 @@ The reference is the XLA attention of zoo/attention.py in float32 at the highest
 on the host's CPU and the same inputs. On CPUs, Pallas interprets the kernels if it can.
 """
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -53,8 +54,17 @@ def takes(kernel: str, shape: Shape) -> bool:
     return kernel != "splash" or shape.T % 128 == 0
 
 
-def check(kernel: str, shapes: Sequence[Shape], dtype: str, tolerance: float) -> float:
+def check(
+    kernel: str,
+    shapes: Sequence[Shape],
+    dtype: str,
+    tolerance: float,
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> float:
     """The largest error of a kernel over the shapes that it supports.
+
+    Args:
+      around: a context for each shape's check, which compiles two programs.
 
     Raises AssertionError with the names of all shapes whose error is above the tolerance or NaN, or
     for which the kernel raises.
@@ -64,7 +74,8 @@ def check(kernel: str, shapes: Sequence[Shape], dtype: str, tolerance: float) ->
         raise AssertionError("supports none of the shapes")
     for seed, shape in enumerate(taken):
         try:
-            measured = errors(kernel, shape, dtype, seed)
+            with around():
+                measured = errors(kernel, shape, dtype, seed)
         except Exception as error:  # other shapes may fail too
             wrong.append(f"{shape}: {type(error).__name__} {error}")
             continue

@@ -3,6 +3,7 @@
 The row then has the whole GPU memory and its own XLA flags, and a crash ends only this row.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,9 +13,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -42,6 +44,8 @@ XLA_FLAGS = {
 }
 MEMORY = "0.92"  # share of the GPU's memory for JAX; cuBLAS, cuDNN and the driver use the rest
 OUT_OF_MEMORY = "out of memory"
+MOST_COMPILING = 60.0  # seconds that one program may take
+TOO_SLOW = f"compiles for more than {MOST_COMPILING:.0f} s"
 TOLERANCE = 1e-2  # for a bfloat16 kernel; correct ones have errors of 2e-3 to 4e-3
 TIMED = kernels.Shape(8, 2_048, 32, 8, 64)  # 1b's heads
 TRACED = 2  # steps in a trace
@@ -96,12 +100,34 @@ def reason(error: str) -> str:
     return words if len(words) <= 100 else f"{words[:99]}…"
 
 
+@contextlib.contextmanager
+def compiling(limit: float = MOST_COMPILING) -> Iterator[None]:
+    """Ends a row's process, with TOO_SLOW as its result, if the body compiles for more than `limit` s.
+
+    Compilers can't be interrupted, so another thread ends the process, and those that it started.
+    """
+
+    def give_up() -> None:
+        print(json.dumps({"failed": TOO_SLOW}), flush=True)
+        if os.getsid(0) == os.getpid():  # as `run` starts it
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+    timer = threading.Timer(limit, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _check(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     kernel = row.attention
     if toy:
         shapes = [shape for shape in kernels.SMALL if kernels.takes(kernel, shape)]
-        return {"error": kernels.check(kernel, shapes[:1], "float32", 2e-5)}
-    worst = kernels.check(kernel, kernels.SHAPES, "bfloat16", TOLERANCE)
+        return {"error": kernels.check(kernel, shapes[:1], "float32", 2e-5, compiling)}
+    worst = kernels.check(kernel, kernels.SHAPES, "bfloat16", TOLERANCE, compiling)
     shapes = [TIMED, TIMED._replace(segments=True)]
     times = {
         f"ms{', segments' * shape.segments}": kernels.seconds(kernel, shape, "bfloat16", steps)
@@ -125,8 +151,9 @@ def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
         attention: Any = step.layout.shape.attention
         kernel = attention_kernel(config, attention, row.length(), row.segments).kernel
     start = time.perf_counter()
-    compiled = step.compile()
-    compiling = time.perf_counter() - start
+    with compiling():
+        compiled = step.compile()
+    compile_s = time.perf_counter() - start
     training = Training(step, compiled=compiled)
     seconds = timed(training.dispatch, lambda: jax.block_until_ready(training.state), steps, rounds)
     loss = float(training.metrics["loss"])
@@ -134,7 +161,7 @@ def _step(row: Row, steps: int, rounds: int, toy: bool) -> Result:
         return {"failed": f"the loss is {loss}"}
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return rates(row, seconds, device.device_kind, peak) | {
-        "kernel": kernel, "compile_s": compiling, "loss": loss, "kinds": _kinds(training)
+        "kernel": kernel, "compile_s": compile_s, "loss": loss, "kinds": _kinds(training)
     }  # fmt: skip
 
 
@@ -160,14 +187,15 @@ def _torch(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     start = time.perf_counter()
     form = SIZES[row.size()](), row.batch, row.length(), device, asked
     step = pytorch.Step(*form, compiled=not toy, segments=row.segments)
-    step()
-    step.wait()
-    compiling = time.perf_counter() - start
+    with compiling():
+        step()
+        step.wait()
+    compile_s = time.perf_counter() - start
     seconds = timed(step, step.wait, steps, rounds)
     kind = device if toy else torch.cuda.get_device_name()
     peak = None if toy else torch.cuda.max_memory_allocated()
     kernel = "flex" if row.segments else row.attention
-    return rates(row, seconds, kind, peak) | {"kernel": kernel, "compile_s": compiling}
+    return rates(row, seconds, kind, peak) | {"kernel": kernel, "compile_s": compile_s}
 
 
 def _generate(row: Row, steps: int, rounds: int, toy: bool) -> Result:
@@ -177,12 +205,14 @@ def _generate(row: Row, steps: int, rounds: int, toy: bool) -> Result:
     prompt, written = (8, 4) if toy else (PROMPT, WRITTEN)
     layout = make_layout(Transformer, config, arrange({"data": 1}, [device]), ONE_DEVICE)
     where = shardings(layout.variables())
-    variables = layout.compile(lambda: variables_of(layout.build()), out_shardings=where)()
+    with compiling():
+        variables = layout.compile(lambda: variables_of(layout.build()), out_shardings=where)()
     generator = Generator(layout, variables, Sampling(), (), config.vocab_size)
     prompts = list(random_rows(config.vocab_size, row.batch, prompt)["tokens"])
     start = time.perf_counter()
-    for _ in generator(prompts, written):
-        pass
+    with compiling():
+        for _ in generator(prompts, written):
+            pass
     first = time.perf_counter() - start
     reading, writing = [], []
     for _ in range(rounds):

@@ -27,6 +27,7 @@ from recipes.instruments.plan.calibration import FACTORS, LOWER_BOUND
 from recipes.instruments.plan.hardware import USABLE, Devices
 from recipes.instruments.plan.memory import (
     compute_bytes,
+    in_batches,
     kernel,
     memory_parts,
     moments,
@@ -42,6 +43,7 @@ from recipes.instruments.plan.textbook import (
     optimizer_flops,
     transfers,
 )
+from zoo.dispatch import ROOM
 from zoo.kernels import block_of
 from zoo.pipeline import microbatches, rounds, ticks
 from zoo.sharding import device
@@ -289,9 +291,11 @@ def _work(layout: Layout, accumulate: int = 1) -> Work:
     attention = useful - each * shape.multiplied * tokens - recurrence
     matmuls = useful - table - attention - recurrence
     for experts, count in shape.trained_experts:
+        of_tokens = each * count * experts.per_token * experts.weights * tokens
         if experts.capacity:  # empty slots are computed too, as many for each part of a row
-            of_tokens = each * count * experts.per_token * experts.weights * tokens
             matmuls += of_tokens * (experts.capacity * layout.seq_shards - 1)
+        elif in_batches(layout, experts):
+            matmuls += of_tokens * (ROOM - 1)
     again = repeats_matmuls * matmuls * 2 / each
     low = _in_low_precision(shape, matmuls, again)
     in_groups = any(  # whose backward pass computes each group once more

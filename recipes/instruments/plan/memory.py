@@ -16,7 +16,7 @@ from recipes.common.sharding.shape import (
     RecurrenceShape,
 )
 from zoo.context import choose_exchange
-from zoo.dispatch import ROOM, exchanges
+from zoo.dispatch import ROOM, exchanges, multiplies_groups
 from zoo.flash import TILE
 from zoo.pipeline import microbatches, rounds, ticks
 from zoo.sharding import optimizer_axes
@@ -49,7 +49,9 @@ class Activations(NamedTuple):
     chunks: int  # float32, of the positions at work at once, spread over all
     mlp: int  # one matrix's output, in the MLP
     hidden: float  # one matrix's output, in the MLP and the experts
-    dispatched: float  # what experts receive
+    dispatched: float  # what experts compute: rows in slots
+    received: float  # rows that a device receives for its experts
+    turns: float  # of dropless experts to which rows travel, see `_in_turns`
     attention: int  # inputs of attention's derivative
     partials: int  # dQ of each block of keys, in a fused backward kernel
     scores: int  # bytes of a microbatch's attention scores in float32, not per position
@@ -124,11 +126,11 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     Saved activations are each layer's input and whatever its remat policy saves. The peak is in one
     of two places. In the loss: the unembedding table in use, its gradient, one chunk's logits and
     their gradient. Or in the layers' backward pass: gradients are those of all layers at rest and
-    that of the table, whole; the live working set is the weights in use of two layers (one is being
+    that of the table, whole, as the loss summed it; the live working set is the weights in use of two layers (one is being
     gathered), the recomputed activations of one layer, including float32 attention scores unless a
     kernel keeps them on chip and a recurrence's chunks, and all layers' weights in the compute dtype,
     because the compiler casts them before the loop. Experts compute `capacity` times the positions
-    that choose them.
+    that choose them; dropless ones to which rows travel, see `_in_turns`.
 
     In stages, a device has its layers' weights whole in the compute dtype and their gradients whole
     in float32 for the whole step, besides those of one microbatch, and keeps what 2S - 1
@@ -150,15 +152,17 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     cast = sizes.stacked * width // 4 if width < 4 and shape.remat != "none" else 0  # or saved
     # The loss sums the table's gradients in float32. One of a single chunk needs no sum besides the
     # logits.
-    in_loss = 4 // width * table * (chunk < length), table + logits
+    of_table = 4 // width * table if chunk < length else table
+    in_loss = of_table * (chunk < length), table + logits
     if not shape.logits:
         in_loss = 0.0, 0.0
     if shape.reduce_dtype and width < 4 and stages == 1:  # rounded, then in float32 again
         in_loss = in_loss[0] + table, in_loss[1]
     # While a layer computes, the next one is gathered; of experts with a capacity, one matrix at a
     # time. Of dropless experts, grouped products leave whole gradients instead.
-    gathered = 1 if any(experts.capacity for experts, _ in shape.trained_experts) else 2
-    in_layers = sizes.stacked + table, cast + gathered * sizes.layer + recomputed + scores
+    trained = [experts for experts, _ in shape.trained_experts]
+    gathered = 1 if any(x.capacity or _has_turns(layout, x) for x in trained) else 2
+    in_layers = sizes.stacked + of_table, cast + gathered * sizes.layer + recomputed + scores
     if stages > 1:
         stage = shape.num_layers / stages * sizes.layer
         v = rounds(config)
@@ -201,11 +205,16 @@ def _of_layers(layout: Layout, rows: int, segments: bool, sizes: Weights) -> OfL
             kept = numbers.scores if chosen == "xla" else 0
             saved += layers * (sizes.layer + kept * (4 + width) // 4)
         products = layer.matrices * numbers.hidden + 2 * numbers.dispatched
+        if numbers.turns:
+            products = layer.matrices * numbers.mlp + numbers.turns
         # The MLP's products are gone when the backward pass of attention or a recurrence begins.
         working = max(products, numbers.partials, numbers.chunks * 4 // width)
         # Of a recurrence, gradients too.
         inner = 2 * numbers.queries + numbers.kv + 2 * numbers.recurrence + working + 2 * D
-        recomputed = max(recomputed, rows * length * inner * width)
+        inner = rows * length * inner * width
+        if layer.experts and _has_turns(layout, layer.experts):
+            inner += _summed_gradients(layout, layer.experts)
+        recomputed = max(recomputed, inner)
         scores = max(scores, numbers.scores)
         if remat == "offload":
             saved = IN_FLIGHT * rows * between * D * width
@@ -238,11 +247,14 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
         chunks = layer.recurrence.chunks // layout.count_shards(HEADS)
         chunks //= position_groups(layout, layer.recurrence)
     mlp = layer.mlp // layout.count_shards(MLP)
-    hidden, dispatched = float(mlp), 0.0
+    hidden, dispatched, received, turns = float(mlp), 0.0, 0.0, 0.0
     if layer.experts:
         slots = expert_slots(layout, layer.experts)
         hidden += slots * (layer.experts.width // layout.count_shards(MLP))
         dispatched = slots * layout.shape.embed
+        received = _received(layout, layer.experts) * layout.shape.embed
+        if travels(layout, layer.experts):
+            turns = _in_turns(layout, layer, layer.experts)
     return Activations(
         queries=queries,
         kv=kv,
@@ -252,20 +264,70 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
         mlp=mlp,
         hidden=hidden,
         dispatched=dispatched,
+        received=received,
+        turns=turns,
         attention=attention,
         partials=partials,
         scores=scores,
     )
 
 
+def travels(layout: Layout, experts: ExpertsShape) -> bool:
+    """Whether rows of dropless experts travel to their devices."""
+    devices = layout.count_shards(EXPERT)
+    return not experts.capacity and exchanges(devices, experts.per_token, experts.load_limit)
+
+
+def in_batches(layout: Layout, experts: ExpertsShape) -> bool:
+    """Whether dropless experts compute batches of as many rows."""
+    with layout.trace():
+        return not experts.capacity and not multiplies_groups()
+
+
 def expert_slots(layout: Layout, experts: ExpertsShape) -> float:
     """Slots on a device for each of its positions. Dropless ones need not be full, see dispatch."""
     if experts.capacity:
         return experts.slots
-    devices = layout.count_shards(EXPERT)
-    limit = experts.load_limit
-    times = (limit or ROOM) if exchanges(devices, experts.per_token, limit) else devices
+    times = layout.count_shards(EXPERT)
+    if travels(layout, experts):
+        times = experts.load_limit or ROOM
+    elif in_batches(layout, experts):
+        times = ROOM
     return times * experts.per_token
+
+
+def _received(layout: Layout, experts: ExpertsShape) -> float:
+    """Rows that a device receives for its experts, for each of its positions."""
+    if experts.capacity:
+        return experts.slots
+    devices = layout.count_shards(EXPERT)  # no device gets a row twice
+    return min(expert_slots(layout, experts), devices) if travels(layout, experts) else devices
+
+
+def _in_turns(layout: Layout, layer: LayerShape, experts: ExpertsShape) -> float:
+    """Numbers per position of the backward pass of experts to which rows travel.
+
+    What the first turn keeps: rows on arrival, in slots, the experts' outputs and their hidden
+    products. Then one of two places of a further turn: each hidden product and its gradient, or the
+    gradient of rows on arrival, for which J rows are gathered at once and then added up.
+    """
+    rows = expert_slots(layout, experts) * layout.shape.embed
+    arriving = _received(layout, experts) * layout.shape.embed
+    hidden = expert_slots(layout, experts) * (experts.width // layout.count_shards(MLP))
+    hidden *= layer.matrices
+    sums = 4 // compute_bytes(layout) * layout.shape.embed  # of the gradients of rows, in float32
+    kept = 0.0 if experts.load_limit else arriving + 2 * rows + hidden + sums
+    return kept + max(3 * rows + 2 * hidden, experts.per_token * arriving + 4 * rows + hidden)
+
+
+def _has_turns(layout: Layout, experts: ExpertsShape) -> bool:
+    """Whether there is a loop over further turns."""
+    return in_batches(layout, experts) or (travels(layout, experts) and not experts.load_limit)
+
+
+def _summed_gradients(layout: Layout, experts: ExpertsShape) -> float:
+    """Bytes of the float32 sums of experts' gradients over all turns, in a layer."""
+    return 4 * experts.number * experts.weights / layout.count_shards(EXPERT, MLP)
 
 
 def position_groups(layout: Layout, recurrence: RecurrenceShape) -> int:
@@ -308,7 +370,7 @@ def _saved_numbers(layout: Layout, layer: LayerShape, numbers: Activations) -> t
             products = numbers.queries + numbers.kv + numbers.latents + numbers.recurrence
             return 2 * D, products + (layer.matrices - 1) * numbers.mlp
         case "dispatched":
-            return D, numbers.dispatched
+            return D, numbers.received
         case "offload":
             return 0, 0
         case _:  # none: all inputs of derivatives; q, k and v share theirs, and so do gate and up
