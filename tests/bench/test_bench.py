@@ -357,7 +357,7 @@ def test_which_policy_recomputes_least_and_fits(monkeypatch, capsys):
     memory.memory(memory.MemoryFlags(kinds="h100", chips="8", rows=2, which=True))
     assert asked == ["8b dots on 8 h100", "8b sublayers on 8 h100"]
     row = capsys.readouterr().out.splitlines()[2]
-    assert row.startswith("| 8b | 8 h100 | flash | sublayers | - | 24.")
+    assert row.startswith("| 8b | 8 h100 | flash | sublayers | - | 25.7 GB |")
     assert re.search(r"\| dots: 4\d\.\d GB \|$", row), row
 
 

@@ -67,6 +67,11 @@ def batch() -> dict[str, np.ndarray]:
 
 
 @functools.cache
+def model() -> Bert:
+    return built(Bert, for_task(SMALL, "embed"))
+
+
+@functools.cache
 def step(mesh: str, strategy: str, accumulate: int, exchange: str):
     """(loss, gradients by path) of a mean loss of pairs."""
     config = for_task(SMALL, "embed")
@@ -80,7 +85,7 @@ def step(mesh: str, strategy: str, accumulate: int, exchange: str):
         return means["loss"], grads
 
     given = (
-        jax.device_put(variables_of(built(Bert, config)), shardings(layout.variables())),
+        jax.device_put(variables_of(model()), shardings(layout.variables())),
         jax.device_put(batch(), layout.batch_shardings(batch())),
     )
     found, grads = layout.compile(both, *given, compiler_options=QUICK)(*given)
@@ -89,11 +94,10 @@ def step(mesh: str, strategy: str, accumulate: int, exchange: str):
 
 def definition() -> float:
     """The mean loss, from vectors of texts one by one, in float64."""
-    config, rows = for_task(SMALL, "embed"), batch()
-    model = built(Bert, config)
-    vectors = []
+    rows, vectors = batch(), []
+    encode = jax.jit(lambda *text: model().encode(*text), compiler_options=QUICK)
     for side in ("", "other_"):
-        x_BTD = np.float64(model.encode(rows[f"{side}tokens"], rows[f"{side}segment_ids"]))
+        x_BTD = np.float64(encode(rows[f"{side}tokens"], rows[f"{side}segment_ids"]))
         text_BT1 = rows[f"{side}segment_ids"][:, :, None]
         x_BD = (x_BTD * text_BT1).sum(axis=1)[rows["counted"]]
         vectors.append(x_BD / np.linalg.norm(x_BD, axis=1, keepdims=True))

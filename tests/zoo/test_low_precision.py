@@ -316,9 +316,9 @@ def test_adapters_stay_exact():
 def test_stored_weights_give_the_rounded_weights_product():
     model = built(transformer.Transformer, transformer.Config.tiny())
     exact = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    rounded_too = nnx.clone(model)
     stored = store(model, DECODER.in_use)
     stored.config = config("int8_weights")
-    rounded_too = built(transformer.Transformer, transformer.Config.tiny())
     found = paths(nnx.to_pure_dict(nnx.state(stored)))
     for name, contracted in {"attention/q": (1,), "attention/o": (1, 2), "mlp/down": (1,)}.items():
         w = found[f"layers/{name}"]

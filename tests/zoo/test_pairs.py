@@ -12,7 +12,7 @@ from recipes.common.mesh import make_mesh
 from recipes.common.report import flops
 from recipes.common.report.hlo import collectives
 from recipes.common.sharding.abstract import paths, variables_of
-from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.sharding.layout import Tree, make_layout, shardings
 from recipes.common.train.step import gradients
 from recipes.instruments.prove.compare import compare_gradients, largest_relative
 from tests.conftest import full_except
@@ -159,6 +159,12 @@ def test_flops_are_those_of_both_towers(form):
 
 
 @functools.cache
+def initial(**form) -> Tree:
+    """Initial values, which depend on neither the exchange of pairs nor the dtype."""
+    return variables_of(built(Siglip, dataclasses.replace(Config.tiny(), **form)))
+
+
+@functools.cache
 def step(mesh: str, strategy: str, accumulate: int = 1, **changes):
     """(loss, gradients by path) of the tiny model's mean objective."""
     config = dataclasses.replace(Config.tiny(), **changes)
@@ -174,9 +180,9 @@ def step(mesh: str, strategy: str, accumulate: int = 1, **changes):
         grads, _, means = gradients(layout, variables, batch, accumulate)
         return means["loss"], grads
 
-    values = variables_of(built(Siglip, config))
+    form = {name: value for name, value in changes.items() if name in CLIP}
     given = (
-        jax.device_put(values, shardings(layout.variables())),
+        jax.device_put(initial(**form), shardings(layout.variables())),
         jax.device_put(batch, layout.batch_shardings(batch)),
     )
     loss, grads = layout.compile(both, *given, compiler_options=QUICK)(*given)
