@@ -169,10 +169,9 @@ def classify(
     templates = [template for template in split(flags.templates) if template]
     by_captions = zero_shot.Classes(classes, texts, templates)
     layout = checkpoint.layout_of(source, mesh, devices.rules, **compute)
+    columns = {"image_column": flags.image_column, "label_column": flags.label_column}
     parts = {
-        name: zero_shot.pictures(
-            name, classes, config, flags.part, flags.image_column, flags.label_column
-        )
+        name: zero_shot.pictures(name, classes, config, flags.part, **columns)
         for name in names(flags.dataset)
     }
     print0(report.headline(layout), *describe_set(flags))

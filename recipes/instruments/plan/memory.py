@@ -126,10 +126,10 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     Saved activations are each layer's input and whatever its remat policy saves. The peak is in one
     of two places. In the loss: the unembedding table in use, its gradient, one chunk's logits and
     their gradient. Or in the layers' backward pass: gradients are those of all layers at rest and
-    that of the table, whole, as the loss summed it; the live working set is the weights in use of two layers (one is being
-    gathered), the recomputed activations of one layer, including float32 attention scores unless a
-    kernel keeps them on chip and a recurrence's chunks, and all layers' weights in the compute dtype,
-    because the compiler casts them before the loop. Experts compute `capacity` times the positions
+    that of the table, whole, as the loss summed it; the live working set is the weights in use of two
+    layers (one is being gathered), the recomputed activations of one layer, including float32
+    attention scores unless a kernel keeps them on chip and a recurrence's chunks, and all layers'
+    weights in the compute dtype, because the compiler casts them before the loop. Experts compute `capacity` times the positions
     that choose them; dropless ones to which rows travel, see `_in_turns`.
 
     In stages, a device has its layers' weights whole in the compute dtype and their gradients whole
