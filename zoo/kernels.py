@@ -183,9 +183,9 @@ def blockwise(
         largest_BKM1 = jax.lax.stop_gradient(scores_BKMS.max(axis=-1, keepdims=True))
         weights_BKMS = jnp.exp(scores_BKMS - largest_BKM1)
         sum_BKM1 = weights_BKMS.sum(axis=-1, keepdims=True)
-        # Divides M by H outputs, not M by S weights: a quarter less work for rows of 128.
-        out_BKMH = dot("BKMS,BKSH->BKMH", weights_BKMS.astype(v.dtype), v) / sum_BKM1
-        out_BKMH = out_BKMH.astype(v.dtype)
+        # Divides outputs, which are fewer numbers than weights. Those stay in float32: gradients of q and
+        # k are differences between terms of numerator and sum, which rounding one of them would spoil.
+        out_BKMH = (dot("BKMS,BKSH->BKMH", weights_BKMS, v) / sum_BKM1).astype(v.dtype)
         outputs.append(reshape(out_BKMH, (B, K, G, -1, v.shape[-1]), "batch", kv_heads))
     out_BKGTH = jnp.concatenate(outputs, axis=3)
     out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4)
