@@ -178,9 +178,14 @@ def blockwise(
         if segment_ids_BT is not None:
             same = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, first:last]
             seen &= same[:, None, None]
-        weights = jax.nn.softmax(jnp.where(seen, logits_BKGTS / math.sqrt(H), NOT_SEEN), axis=-1)
-        weights_BKMS = reshape(weights.astype(v.dtype), logits.shape, "batch", kv_heads)
-        out_BKMH = jnp.einsum("BKMS,BKSH->BKMH", weights_BKMS, v)
+        scores = jnp.where(seen, logits_BKGTS / math.sqrt(H), NOT_SEEN)
+        scores_BKMS = reshape(scores, logits.shape, "batch", kv_heads)
+        largest_BKM1 = jax.lax.stop_gradient(scores_BKMS.max(axis=-1, keepdims=True))
+        weights_BKMS = jnp.exp(scores_BKMS - largest_BKM1)
+        sum_BKM1 = weights_BKMS.sum(axis=-1, keepdims=True)
+        # Divides outputs, which are fewer numbers than weights. Those stay in float32: gradients of q and
+        # k are differences between terms of numerator and sum, which rounding one of them would spoil.
+        out_BKMH = (dot("BKMS,BKSH->BKMH", weights_BKMS, v) / sum_BKM1).astype(v.dtype)
         outputs.append(reshape(out_BKMH, (B, K, G, -1, v.shape[-1]), "batch", kv_heads))
     out_BKGTH = jnp.concatenate(outputs, axis=3)
     out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4)

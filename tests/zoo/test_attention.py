@@ -47,7 +47,7 @@ from tests.support.runs import records
 from zoo import splash, triton
 from zoo.attention import attend
 from zoo.flash import TILE
-from zoo.kernels import FLASH_FROM, TRITON_BLOCK, Choice, Settings, block_of
+from zoo.kernels import FLASH_FROM, TRITON_BLOCK, Choice, Settings, block_of, blockwise
 from zoo.sizes import TRANSFORMER as SIZES
 from zoo.splash import may_see
 from zoo.strategies import DECODER
@@ -763,3 +763,18 @@ def test_the_report_has_blocks_and_limits():
         "attention: flash, no other kernel for 100 positions, not a multiple of 128"
     ]
     assert report(on("cpu", "cpu"), 256, True) == []
+
+
+def test_gradients_of_short_rows_in_bfloat16_are_as_exact_as_their_inputs():
+    """Rounding the weights, but not their sum, would double the errors of q's and k's."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, cotangent = (jax.random.normal(key, (4, 256, 2, 32), jnp.bfloat16) for key in keys)
+
+    def run(dtype):
+        arrays = [4 * q.astype(dtype), k.astype(dtype), v.astype(dtype)]  # few weights are large
+        _, back = jax.vjp(lambda q, k, v: blockwise(q, k, v, None, None, "kv_heads"), *arrays)
+        return back(cotangent.astype(dtype))
+
+    for rounded, exact in zip(run(jnp.bfloat16), run(jnp.float32), strict=True):
+        error = jnp.linalg.norm(rounded.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
+        assert error < 2**-9 * 1.5
