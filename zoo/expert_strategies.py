@@ -9,7 +9,7 @@ from .strategies import CP, DECODER, DENSE_STACK, HEADS, PP, TP, decoder_rules, 
 
 # Expert parallel: each device along `expert` has E / expert of the experts, and positions travel to
 # them and back: Slots[E, B_data_expert, D] → Slots[E_expert, B_data, D]. These are four all-to-alls
-# per layer and step, each of capacity · J · D per position. Dropless: see dispatch.exchange.
+# per layer and step, each of capacity · J · D per position. Dropless: see expert_exchange.exchange.
 EP = {"batch": ("data", "expert"), "expert": "expert"}
 
 # ZeRO-3 with expert parallelism: experts are split over `expert` and `data`, other weights over all

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Positions, stripe
-from .dispatch import (
-    Choice, LocalExperts, by_capacity, dropless, gather_experts, over_limit, varying, varying_axes,
-)  # fmt: skip
+from .dispatch import Choice, by_capacity, dropless
+from .expert_exchange import over_limit
+from .expert_matmul import LocalExperts, gather_experts
 from .layers import WideWeight, gather, multiply
 from .sharding import auto, constrain, mesh_axes, param, per_device, reshape, zeros
+from .slots import varying, varying_axes
 from .stack import REMAT_POLICIES
 
 EXPERT_REMAT = REMAT_POLICIES | {  # also: what experts receive, so that nothing is sent twice

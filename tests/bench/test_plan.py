@@ -47,9 +47,9 @@ from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from zoo import delta, moe, qwen3_next, splash
-from zoo.dispatch import ROOM
 from zoo.experts import EXPERT_REMAT
 from zoo.moe import MoE
+from zoo.slots import ROOM
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("bench")

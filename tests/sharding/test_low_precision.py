@@ -15,7 +15,7 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
 from tests.conftest import full_except
-from tests.support.models import random_variables
+from tests.support.models import multiplying, random_variables
 from tests.support.quick import QUICK
 
 pytestmark = pytest.mark.promise("low-precision")
@@ -41,6 +41,7 @@ def run(entry: str, mesh: str, strategy: str, changes: tuple, automatic: bool = 
     """Returns (loss, path → gradient, the compiled text) of a tiny model's first batch."""
     changes = dict(changes)
     accumulate = changes.pop("accumulate", 1)
+    grouped = changes.pop("grouped", False)
     config = dataclasses.replace(zoo_file(entry).Config.tiny(), **changes)
     where = make_mesh(mesh)
     if automatic:
@@ -57,7 +58,8 @@ def run(entry: str, mesh: str, strategy: str, changes: tuple, automatic: bool = 
         grads, _, means = gradients(layout, variables, batch, accumulate)
         return means["loss"], grads
 
-    compiled = layout.compile(both, variables, given, compiler_options=QUICK)
+    with multiplying(grouped):
+        compiled = layout.compile(both, variables, given, compiler_options=QUICK)
     loss, grads = compiled(variables, given)
     return float(loss), {k: np.asarray(x) for k, x in paths(grads).items()}, compiled.as_text()
 
@@ -80,6 +82,7 @@ CASES = [
     ("transformer", PIPE, "fsdp_pp_tp", FP8),
     ("moe", "data=2,expert=2,model=2", "fsdp_ep_tp", INT8 | ONE | {"remat": "dispatched"}),
     ("moe", "data=2,expert=4", "fsdp_ep", FP8 | ONE | {"capacity": None}),
+    ("moe", "data=2,expert=4", "fsdp_ep", FP8 | ONE | {"capacity": None, "grouped": True}),
     ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", INT8 | ONE),
     ("gpt_oss", "2x2x2", "hsdp_tp_sp", FP8),
     ("deepseek", "data=2,expert=4", "fsdp_ep", INT8 | {"num_layers": 2, "mtp_depth": 1}),

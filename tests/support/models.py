@@ -1,11 +1,14 @@
 """Values of a model's variables for tests that compute with them, without compiling an initialization."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from recipes.common.mesh import make_mesh
@@ -13,6 +16,7 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, Tree, make_layout, shardings
 from recipes.common.train.step import gradients
 from tests.support.quick import QUICK
+from zoo import expert_matmul
 from zoo.config import Compute
 from zoo.decoder import Decoder
 
@@ -49,6 +53,17 @@ def random_decoder(model: type[Decoder], config: Compute) -> Decoder:
     random = np.random.default_rng(0)
     draw = lambda leaf: jnp.asarray(0.3 * random.normal(size=leaf.shape), jnp.float32)  # noqa: E731
     return nnx.merge(graph, jax.tree.map(draw, state))
+
+
+@contextlib.contextmanager
+def multiplying(grouped: bool) -> Iterator[None]:
+    """A context in which dropless experts multiply groups of rows, as on TPUs, or else batches.
+
+    jax.jit does not notice the change.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_matmul, "multiplies_groups", lambda: grouped)
+        yield
 
 
 def packed_batch(rows: int = 8, length: int = 24) -> dict[str, np.ndarray]:

@@ -26,9 +26,9 @@ from recipes.common.train.step import gradients
 from recipes.instruments.plan.answer import of_layout
 from recipes.instruments.plan.textbook import devices_of_a_row, transfers
 from tests.conftest import full_except
-from tests.support.models import built
+from tests.support.models import built, multiplying
 from tests.support.quick import QUICK
-from zoo import dispatch
+from zoo import expert_exchange, expert_matmul
 from zoo.attention import make_positions
 from zoo.experts import GatedExperts, feed_forward
 from zoo.moe import RULES, Config, MoE
@@ -58,19 +58,24 @@ def rows(batch=B, length=T, seed=0) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": targets}
 
 
-def loss_and_gradient(model: MoE, batch, mesh=None, rules=None):
-    """((objective sum, count, aux), gradient of the sum), on a mesh if there is one."""
+def loss_and_gradient(model: MoE, batch, mesh=None, rules=None, grouped=False):
+    """((objective sum, count, aux), gradient of the sum), on a mesh if there is one.
+
+    Args:
+      grouped: see `multiplying`.
+    """
     graph, state = nnx.split(model)
-    if mesh is None:
-        return _step(graph, state, batch, ())[::-1]
-    table = tuple(rules.items())  # jax.jit does not notice that the rules change
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(table):
-        lies = jax.device_put(state, nnx.get_named_sharding(state, mesh))
-        return _step(graph, lies, batch, table)[::-1]
+    with multiplying(grouped):
+        if mesh is None:
+            return _step(graph, state, batch, (), grouped)[::-1]
+        table = tuple(rules.items())  # jax.jit does not notice that the rules change
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(table):
+            lies = jax.device_put(state, nnx.get_named_sharding(state, mesh))
+            return _step(graph, lies, batch, table, grouped)[::-1]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=QUICK)
-def _step(graph, state, batch, table):
+@functools.partial(jax.jit, static_argnums=(0, 3, 4), compiler_options=QUICK)
+def _step(graph, state, batch, table, grouped):
     def objective(state):
         total, count, aux = nnx.merge(graph, state).loss(**batch)
         return total, (total, count, aux)
@@ -157,20 +162,24 @@ def plainly(x_BTD, experts, config: Config):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "normalize"),
+    ("capacity", "normalize", "grouped"),
     full_except(
-        itertools.product([0.5, 1.25, None], [True, False]),
-        fast=[(0.5, True), (1.25, False), (None, True)],
+        [
+            *itertools.product([0.5, 1.25, None], [True, False], [False]),
+            *itertools.product([None], [True, False], [True]),
+        ],
+        fast=[(0.5, True, False), (1.25, False, False), (None, True, False), (None, True, True)],
     ),
 )
-def test_each_position_goes_through_its_experts(capacity, normalize):
+def test_each_position_goes_through_its_experts(capacity, normalize, grouped):
     model = model_of(capacity=capacity, normalize=normalize)
     config = model.config
     x_BTD = np.random.default_rng(1).standard_normal((2, T, 64), np.float32)
     experts = jax.tree.map(lambda x: x[0], model.layers).experts
     positions = make_positions(config, jnp.zeros((2, T), jnp.int32))
     compute = jax.jit(lambda x: experts(x, positions), compiler_options=QUICK)
-    out_BTD, figures = compute(x_BTD)
+    with multiplying(grouped):
+        out_BTD, figures = compute(x_BTD)
     want_BTD, dropped = plainly(x_BTD, model.layers.experts, config)
     np.testing.assert_allclose(out_BTD, want_BTD, atol=2e-6)
     assert float(figures["dropped"]) * config.experts_per_token == pytest.approx(dropped)
@@ -206,7 +215,8 @@ def test_an_expert_takes_as_many_positions_as_it_has_slots():
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_devices_without_a_capacity_compute_their_own_experts_choices():
+@pytest.mark.parametrize("grouped", full_except([False, True], [False]))
+def test_devices_without_a_capacity_compute_their_own_experts_choices(grouped):
     """Two devices with two experts each give what one device gives, gradients too."""
     config = dataclasses.replace(Config.tiny(), capacity=None, num_experts=4)
     graph, weights = nnx.split(built(GatedExperts, config, biased=False, normalize=True))
@@ -220,7 +230,8 @@ def test_devices_without_a_capacity_compute_their_own_experts_choices():
     step = functools.partial(jax.jit, compiler_options=QUICK)
     grads, out_BTD = step(jax.grad(total, has_aux=True))(weights, x_BTD)
     mesh = make_mesh("data=1,expert=2")
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(RULES["ep"].items())):
+    rules = nnx.logical_axis_rules(tuple(RULES["ep"].items()))
+    with multiplying(grouped), jax.set_mesh(mesh), rules:
         on_mesh = jax.device_put(weights, nnx.get_named_sharding(weights, mesh))
         found, found_BTD = step(jax.grad(total, has_aux=True))(on_mesh, x_BTD)
     np.testing.assert_allclose(found_BTD, out_BTD, rtol=1e-4, atol=1e-6)
@@ -509,6 +520,7 @@ DENSE = {  # as GLM-4.5: layers without experts before the others
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -517,12 +529,14 @@ DENSE = {  # as GLM-4.5: layers without experts before the others
         ("data=2,seq=2,expert=2", "fsdp_ep_cp"),
     ],
 )
-def test_dense_first_layers_train_alike_on_any_mesh(mesh, strategy):
+def test_dense_first_layers_train_alike_on_any_mesh(mesh, strategy, grouped):
     model = model_of(**DENSE)
     assert model.layers.experts.bias[...].shape == (2, 8), "of the layers with experts"
     batch = rows(batch=8)
     (total, _, aux), gradient = loss_and_gradient(model, batch)
-    (same, _, metrics), grads = loss_and_gradient(model, batch, make_mesh(mesh), RULES[strategy])
+    (same, _, metrics), grads = loss_and_gradient(
+        model, batch, make_mesh(mesh), RULES[strategy], grouped
+    )
     np.testing.assert_allclose(same, total, rtol=2e-6)
     assert_close(metrics, aux, 2e-6)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(gradient), strict=True):
@@ -546,7 +560,7 @@ def computed(load: str, mesh: str, strategy: str, room: float, grouped: bool = T
     """(output, gradients) of a mixture of 8 experts, whose choice a bias decides.
 
     Args:
-      grouped: whether devices have a product of groups of rows, as GPUs have not.
+      grouped: see `multiplying`.
     """
     choices, chosen = LOADS[load]
     config = dataclasses.replace(Config.tiny(), capacity=None, experts_per_token=choices)
@@ -568,10 +582,10 @@ def computed(load: str, mesh: str, strategy: str, room: float, grouped: bool = T
         assert len(x_MD) % 4 == 0, "TPUs have a kernel for whole blocks alone"
         return ragged_dot(x_MD, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "ROOM", room)
-        patch.setattr(dispatch, "ROWS", 4)
-        patch.setattr(dispatch, "multiplies_groups", lambda: grouped)
+    with multiplying(grouped), pytest.MonkeyPatch.context() as patch:
+        for file in (expert_exchange, expert_matmul):
+            patch.setattr(file, "ROOM", room)
+        patch.setattr(expert_matmul, "ROWS", 4)
         patch.setattr(jax.lax, "ragged_dot", in_blocks)
         if not mesh:
             return jax.device_get(step(weights, x_BTD)[::-1])
@@ -618,7 +632,7 @@ BATCHES = [
 
 @pytest.mark.parametrize(("load", "mesh", "strategy", "room"), full_except(BATCHES, BATCHES[:1]))
 def test_experts_multiply_batches_of_their_rows_where_groups_cost_more(load, mesh, strategy, room):
-    """On GPUs. Whatever the load, nothing is dropped, and no product is masked."""
+    """On CPUs and GPUs. Whatever the load, nothing is dropped, and no product is masked."""
     found = computed(load, mesh, strategy, room, grouped=False)
     assert_computes(found, computed(load, "", "", 1.5))
 
@@ -682,7 +696,8 @@ ROW_OF_IDS = jax.ShapeDtypeStruct((16,), np.int32)
 
 def test_tpus_multiply_whole_blocks_of_rows(monkeypatch):
     """Forward and both gradients, in blocks that we name; by default TPUs mask a dense product."""
-    monkeypatch.setattr(dispatch, "device", lambda: types.SimpleNamespace(platform="tpu"))
+    for file in (expert_exchange, expert_matmul):
+        monkeypatch.setattr(file, "device", lambda: types.SimpleNamespace(platform="tpu"))
     config = dataclasses.replace(Config.tiny(), capacity=None, num_layers=1, embed=256, mlp=640)
     layout = make_layout(MoE, config, make_mesh("data=1,expert=4"), "ep", batch_size=4, seq_len=150)
     batch = layout.abstract_batch(
@@ -706,9 +721,11 @@ def test_tpus_multiply_whole_blocks_of_rows(monkeypatch):
     }
 
 
-def test_gpus_multiply_a_row_by_its_own_expert_alone(monkeypatch):
-    """In batches of 1.5 times an even load; their ragged_dot multiplies all rows by all experts."""
-    monkeypatch.setattr(dispatch, "device", lambda: types.SimpleNamespace(platform="gpu"))
+@pytest.mark.parametrize(("platform", "lowering"), [("cpu", "cpu"), ("gpu", "cuda")])
+def test_batches_multiply_a_row_by_its_own_expert_alone(platform, lowering, monkeypatch):
+    """Of 1.5 times an even load. CPUs' and GPUs' ragged_dot multiplies all rows by all experts."""
+    on_platform = types.SimpleNamespace(platform=platform)
+    monkeypatch.setattr(expert_matmul, "device", lambda: on_platform)
     config = dataclasses.replace(Config.tiny(), capacity=None, num_layers=1, embed=32, mlp=48)
     module, x_BTD = built(GatedExperts, config, biased=False), jnp.zeros((2, 1_024, 32))
     positions = make_positions(config, jnp.zeros((2, 1_024), jnp.int32))
@@ -718,7 +735,7 @@ def test_gpus_multiply_a_row_by_its_own_expert_alone(monkeypatch):
         return nnx.merge(graph, weights)(x_BTD, positions)[0].sum()
 
     traced = jax.jit(jax.grad(total, argnums=(0, 1))).trace(weights, x_BTD)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = traced.lower(lowering_platforms=(lowering,)).as_text()
     assert "ragged_dot" not in text
     rows = 3 * 2 * 1_024 * 2 // 2 // 8
     shapes = re.findall(r"stablehlo.dot_general.*?\(tensor<8x(\w+)xf32>, tensor<8x(\w+)xf32>", text)
@@ -747,7 +764,7 @@ def test_products_in_blocks_have_the_gradients_of_ragged_dot():
 
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(x_MK, w_EKN)
 
-    pair = gradient(dispatch.product_in_blocks), gradient(jax.lax.ragged_dot)
+    pair = gradient(expert_matmul.product_in_blocks), gradient(jax.lax.ragged_dot)
     jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
@@ -817,7 +834,9 @@ def test_dropless_reads_nothing_of_rows_without_a_group(monkeypatch):
     batch = rows(8, 16)
     (want, *_), gradient = loss_and_gradient(model_of(capacity=None), batch)
     monkeypatch.setattr(jax.lax, "ragged_dot", dirty)
-    (total, *_), grads = loss_and_gradient(model_of(capacity=None), batch, mesh, RULES["ep"])
+    (total, *_), grads = loss_and_gradient(
+        model_of(capacity=None), batch, mesh, RULES["ep"], grouped=True
+    )
     np.testing.assert_allclose(total, want, rtol=2e-6)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(gradient), strict=True):
         assert np.linalg.norm(x - y) < 2e-5 * np.linalg.norm(y)

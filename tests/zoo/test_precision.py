@@ -22,6 +22,7 @@ from recipes.instruments.prove.source import bodies
 from recipes.instruments.prove.sums import Sum, low_precision_sums
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES, OPTIMIZER
+from tests.support.models import multiplying
 from zoo import layers, vocabulary
 from zoo.stack import layer_in_use
 from zoo.strategies import DECODER
@@ -120,6 +121,12 @@ def traced_sums(name: str, mesh: str, strategy: str, **options) -> list[Sum]:
 )
 def test_no_line_of_an_entry_adds_up_in_16_bits(entry, mesh, strategy):
     assert traced_sums(entry, mesh, strategy) == []
+
+
+@pytest.mark.full
+def test_products_of_groups_add_up_in_float32():
+    with multiplying(grouped=True):
+        assert traced_sums("moe", MESHES["fsdp_ep"], "fsdp_ep:capacity=none") == []
 
 
 def gradient_of_log_probs(layout, state, batch, microbatches):

@@ -8,7 +8,7 @@ from recipes.common.sharding import Layout
 from recipes.common.sharding.rules import target_axes
 from recipes.common.sharding.shape import AttentionShape
 from zoo.context import choose_exchange
-from zoo.dispatch import exchanges
+from zoo.expert_exchange import exchanges
 from zoo.kernels import Choice, Request, choose_kernel
 from zoo.quantization import has_float8
 from zoo.sharding import device, mesh_axes, shards

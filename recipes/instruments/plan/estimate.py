@@ -27,10 +27,10 @@ from recipes.instruments.plan.calibration import FACTORS, LOWER_BOUND
 from recipes.instruments.plan.hardware import USABLE, Devices
 from recipes.instruments.plan.memory import (
     compute_bytes,
-    in_batches,
     kernel,
     memory_parts,
     moments,
+    multiplies_batches,
     on_host,
     partial_gradients,
     position_groups,
@@ -43,10 +43,10 @@ from recipes.instruments.plan.textbook import (
     optimizer_flops,
     transfers,
 )
-from zoo.dispatch import ROOM
 from zoo.kernels import block_of
 from zoo.pipeline import microbatches, rounds, ticks
 from zoo.sharding import device
+from zoo.slots import ROOM
 from zoo.splash import visited_blocks
 from zoo.strategies import RESIDUAL_SEQ
 
@@ -294,7 +294,7 @@ def _work(layout: Layout, accumulate: int = 1) -> Work:
         of_tokens = each * count * experts.per_token * experts.weights * tokens
         if experts.capacity:  # empty slots are computed too, as many for each part of a row
             matmuls += of_tokens * (experts.capacity * layout.seq_shards - 1)
-        elif in_batches(layout, experts):
+        elif multiplies_batches(layout, experts):
             matmuls += of_tokens * (ROOM - 1)
     again = repeats_matmuls * matmuls * 2 / each
     low = _in_low_precision(shape, matmuls, again)

@@ -16,10 +16,12 @@ from recipes.common.sharding.shape import (
     RecurrenceShape,
 )
 from zoo.context import choose_exchange
-from zoo.dispatch import ROOM, exchanges, multiplies_groups
+from zoo.expert_exchange import exchanges
+from zoo.expert_matmul import multiplies_groups
 from zoo.flash import TILE
 from zoo.pipeline import microbatches, rounds, ticks
 from zoo.sharding import optimizer_axes
+from zoo.slots import ROOM
 from zoo.splash import count_partial_gradients
 from zoo.strategies import EXPERT, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
 from zoo.vocabulary import positions_at_once
@@ -278,20 +280,20 @@ def travels(layout: Layout, experts: ExpertsShape) -> bool:
     return not experts.capacity and exchanges(devices, experts.per_token, experts.load_limit)
 
 
-def in_batches(layout: Layout, experts: ExpertsShape) -> bool:
-    """Whether dropless experts compute batches of as many rows."""
+def multiplies_batches(layout: Layout, experts: ExpertsShape) -> bool:
+    """Whether dropless experts multiply batches, each of as many rows."""
     with layout.trace():
         return not experts.capacity and not multiplies_groups()
 
 
 def expert_slots(layout: Layout, experts: ExpertsShape) -> float:
-    """Slots on a device for each of its positions. Dropless ones need not be full, see dispatch."""
+    """Slots on a device for each of its positions. Dropless ones need not be full."""
     if experts.capacity:
         return experts.slots
     times = layout.count_shards(EXPERT)
     if travels(layout, experts):
         times = experts.load_limit or ROOM
-    elif in_batches(layout, experts):
+    elif multiplies_batches(layout, experts):
         times = ROOM
     return times * experts.per_token
 
@@ -322,7 +324,9 @@ def _in_turns(layout: Layout, layer: LayerShape, experts: ExpertsShape) -> float
 
 def _has_turns(layout: Layout, experts: ExpertsShape) -> bool:
     """Whether there is a loop over further turns."""
-    return in_batches(layout, experts) or (travels(layout, experts) and not experts.load_limit)
+    return multiplies_batches(layout, experts) or (
+        travels(layout, experts) and not experts.load_limit
+    )
 
 
 def _summed_gradients(layout: Layout, experts: ExpertsShape) -> float:

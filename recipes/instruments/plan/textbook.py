@@ -20,7 +20,7 @@ from recipes.common.sharding.shape import ExpertsShape
 from recipes.instruments.plan.memory import compute_bytes
 from zoo.context import choose_exchange
 from zoo.decoder import HEAD_PATH
-from zoo.dispatch import exchanges
+from zoo.expert_exchange import exchanges
 from zoo.pipeline import microbatches, rounds, routes, ticks
 from zoo.sharding import device, optimizer_axes, shards
 from zoo.strategies import EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
@@ -462,7 +462,7 @@ def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
     Rows of D numbers go there and their sums come back, and so do their gradients: four times (n - 1)
     / n of them, where n devices share the experts; five times if remat sends them again. With a
     capacity they are slots. Dropless rows go once to each device of their experts, or all devices
-    gather all rows, see dispatch.exchanges.
+    gather all rows, see expert_exchange.exchanges.
     """
     axes = frozenset(_split_by(layout, [EXPERT]))
     devices = _devices(layout, axes)
