@@ -656,7 +656,6 @@ HEAD = {"mtp_depth": 1, "remat": "dispatched", "capacity": 2.0}
             ("dot_relu_dot", "fsdp", "8", {}),
         ],
         fast=[
-            ("transformer", "fsdp", "8", {"remat": "sublayers"}),
             ("mlp", "fsdp", "8", {}),
             ("dot_relu_dot", "fsdp", "8", {}),
         ],
@@ -998,6 +997,7 @@ def test_a_browser_draws_the_bars_in_both_color_schemes(dark, background, inside
     np.testing.assert_allclose(bars, expected, atol=2)
 
 
+@pytest.mark.full
 def test_rows_beyond_the_trained_context_are_named(inside):
     flags = ("--size=8b", "--devices=v5p:64", "--batch_tokens=8M", "--top=1")
     line = (

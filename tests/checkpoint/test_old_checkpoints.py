@@ -127,6 +127,7 @@ def test_a_rotary_scaling_that_no_version_has_stored_is_refused(stored):
             loaded("transformer", first | wrong)
 
 
+@pytest.mark.full
 def test_the_script_writes_what_it_says(tmp_path):
     from tests.by_hand.old_checkpoints import write
 

@@ -46,6 +46,7 @@ def test_vectors_are_those_of_texts_one_by_one_and_in_their_order(inside, quick,
     )
 
 
+@pytest.mark.full
 def test_a_parquet_file_has_the_texts_too_and_a_model_for_masks_gives_means(
     inside, quick, tmp_path
 ):

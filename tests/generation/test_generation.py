@@ -131,7 +131,7 @@ SCALINGS = {
 }
 
 
-@pytest.mark.parametrize("scaling", full_except(SCALINGS, ["longrope"]))
+@pytest.mark.parametrize("scaling", full_except(SCALINGS, ["dynamic"]))
 def test_a_row_is_scaled_by_its_own_length(scaling, quick):
     """Not by its neighbours', by the padding or by the room for new tokens."""
     config = dataclasses.replace(Config.tiny(), num_layers=1, rope_scaling=SCALINGS[scaling])
@@ -160,7 +160,7 @@ def test_a_row_is_scaled_by_its_own_length(scaling, quick):
             assert tokens[length] == logits_BV[0].argmax(), length
 
 
-@pytest.mark.parametrize("scaling", full_except(SCALINGS, ["longrope"]))
+@pytest.mark.parametrize("scaling", full_except(SCALINGS, ["dynamic"]))
 def test_logits_of_padded_prompts_are_those_of_their_own_length(scaling):
     config = dataclasses.replace(Config.tiny(), num_layers=1, rope_scaling=SCALINGS[scaling])
     layout = make_layout(Transformer, config, make_mesh("1x1"))

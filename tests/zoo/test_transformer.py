@@ -272,6 +272,7 @@ def test_a_gpu_s_loss_reads_logits_once():
     np.testing.assert_allclose(grad_RMV[1], wanted_RMV[1], atol=2e-6)
 
 
+@pytest.mark.full
 def test_a_mean_of_the_loss_has_the_gradient_of_its_sum_in_bfloat16():
     """The sum's gradients are multiplied by 1 / count without a rounded factor."""
     tokens = tokens_of()
