@@ -1048,6 +1048,7 @@ def test_large_clusters_are_planned_by_arithmetic():
 # ---- the real compiler -------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_confirmed_figures_stand_beside_the_estimates(inside, monkeypatch):
     monkeypatch.setitem(COMPILER_OPTIONS, "cpu", QUICK)
     done = inside("recipes.plan", "--size=tiny", "--batch_tokens=2K", "--confirm=1", "--json")

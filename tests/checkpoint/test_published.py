@@ -306,6 +306,7 @@ def test_a_name_that_is_not_shipped_is_answered_with_the_run_that_makes_it(name,
     assert (done.code, done.err) == (0, ""), "its flags fit together"
 
 
+@pytest.mark.full
 def test_it_evaluates_and_writes_text(inside, quick, book, tmp_path):
     done = inside(
         "recipes.transformer", "--mesh=1x8", "--rules=tp", "--restore_from=transformer.stdlib_3m",

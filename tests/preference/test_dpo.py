@@ -244,6 +244,7 @@ def test_every_decoder_can_be_tuned(entry):
     assert_equal(figures(mesh, entry=entry), figures(entry=entry))
 
 
+@pytest.mark.full
 def test_experts_are_balanced_as_in_training():
     """The objective has the model's own costs, per pair, and its biases move as after Decoder.loss."""
     rows = {

@@ -35,6 +35,7 @@ B, T = 16, 9
 
 
 @pytest.mark.parametrize("modern", [False, True])
+@pytest.mark.full
 def test_a_new_task_keeps_what_both_models_have(modern, quick, tmp_path):
     """The rest has the values that a new model of this seed has, on any mesh."""
     plain = dataclasses.replace(Config.small(), num_layers=3, embed=64, mlp=64, remat="none")

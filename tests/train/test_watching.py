@@ -321,6 +321,7 @@ def offline_runs(folder: pathlib.Path) -> list[tuple[str, dict[int, dict[str, fl
     return runs
 
 
+@pytest.mark.full
 def test_wandb_gets_what_metrics_jsonl_has_and_a_resumed_run_goes_on(
     watched, train, tmp_path, wandb_offline
 ):

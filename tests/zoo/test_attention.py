@@ -761,6 +761,7 @@ def test_the_report_has_blocks_and_limits():
     assert report(on("cpu", "cpu"), 256, True) == []
 
 
+@pytest.mark.full
 def test_gradients_of_short_rows_in_bfloat16_are_as_exact_as_their_inputs():
     """Rounding the weights, but not their sum, would double the errors of q's and k's."""
     keys = jax.random.split(jax.random.key(0), 4)

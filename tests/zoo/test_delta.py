@@ -184,7 +184,8 @@ def error(devices: int, dtype: type = np.float64) -> float:
     return worst(outputs_and_gradients(function, operands, ids), wanted())
 
 
-@pytest.mark.parametrize("devices", full_except((1, 2, 4, 8), [2]))
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.full
 def test_devices_that_share_positions_match_the_definition(devices):
     """Segments begin anywhere: within a device's part, at its first position, never."""
     with jax.enable_x64():

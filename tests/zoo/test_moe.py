@@ -281,6 +281,7 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_rows():
     )
 
 
+@pytest.mark.full
 def test_rows_of_padding_add_nothing():
     model, batch = model_of(capacity=0.75), rows()
     padding = {"tokens": np.ones((B, T), np.int32), "targets": np.full((B, T), -1, np.int32)}

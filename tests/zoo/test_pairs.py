@@ -15,7 +15,6 @@ from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import Tree, make_layout, shardings
 from recipes.common.train.step import gradients
 from recipes.instruments.prove.compare import compare_gradients, largest_relative
-from tests.conftest import full_except
 from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo.pairs import EXCHANGES, LOSSES, loss_of_pairs
@@ -199,9 +198,8 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "strategy", "accumulate", "form", "pairs"), full_except(STEPS, STEPS[:1])
-)
+@pytest.mark.parametrize(("mesh", "strategy", "accumulate", "form", "pairs"), STEPS)
+@pytest.mark.full
 def test_microbatches_have_the_loss_of_the_whole_batch(mesh, strategy, accumulate, form, pairs):
     """Not the mean of their own losses, which have fewer pairs; SigLIP and CLIP."""
     want_loss, want = step("1x1", "dp", **form)
