@@ -202,10 +202,13 @@ def _of_layers(layout: Layout, rows: int, segments: bool, sizes: Weights) -> OfL
         layers /= layout.stages
         outside, inside = _saved_numbers(layout, layer, numbers)
         saved += layers * rows * (between * outside + length * inside) * width
-        if remat == "none":  # also weights in use, and scores before and after the softmax
-            chosen = kernel(layout, segments, positions(layout, layer))
-            kept = numbers.scores if chosen == "xla" else 0
-            saved += layers * (sizes.layer + kept * (4 + width) // 4)
+        if remat == "none":  # also weights in use
+            saved += layers * sizes.layer
+            if shape.kernel is None:  # scores before and after the softmax
+                saved += layers * numbers.scores * (4 + width) // 4
+            elif kernel(layout, segments, positions(layout, layer)) == "xla":
+                # The softmax's exponentials, and outputs before they are divided, both in float32.
+                saved += layers * (numbers.scores + rows * length * numbers.queries * 4)
         products = layer.matrices * numbers.hidden + 2 * numbers.dispatched
         if numbers.turns:
             products = layer.matrices * numbers.mlp + numbers.turns
