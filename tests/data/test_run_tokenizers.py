@@ -115,6 +115,7 @@ def test_a_tokenizer_that_cannot_be_written_is_a_save_that_failed(tmp_path, monk
     assert store.open_checkpoint(tmp_path / "checkpoints" / "2").tokenizer() == tokens
 
 
+@pytest.mark.full
 def test_it_comes_along_by_itself(here, inside, book, tmp_path):
     """Covers resuming, restoring parameters, and model folders."""
     work = shutil.copytree(here / "run", tmp_path / "run")

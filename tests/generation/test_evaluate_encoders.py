@@ -44,6 +44,7 @@ def test_a_pseudo_perplexity_masks_each_token_alone(inside, quick, tmp_path):
     assert f"over {len(text)} tokens; all" in out
 
 
+@pytest.mark.full
 def test_a_classifier_s_accuracy_is_counted_by_classes(inside, quick, tmp_path):
     config = dataclasses.replace(for_task(SMALL, "classify"), labels=("no", "yes", "maybe"))
     model = written(tmp_path / "m", config)

@@ -74,6 +74,7 @@ def restored(folder, mesh="2x2"):
     return checkpoint.restore(f"hf:{folder}", make_mesh(mesh))[0]
 
 
+@pytest.mark.full
 def test_a_sentence_transformer_keeps_its_pooling_and_normalization(tmp_path):
     model, tensors = write(tmp_path / "st", task="embed", pooling="mean", normalize=True)
     assert "embeddings.word_embeddings.weight" in tensors

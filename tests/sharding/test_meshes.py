@@ -226,9 +226,8 @@ def states_on_one_device(entry: str, is_long: bool) -> dict[str, dict]:
 
 
 @pytest.mark.promise("optimizers")
-@pytest.mark.parametrize(
-    ("entry", "strategy", "mesh"), full_except(STATE_CASES, [("transformer", "hsdp_tp", FAST)])
-)
+@pytest.mark.parametrize(("entry", "strategy", "mesh"), STATE_CASES)
+@pytest.mark.full
 def test_every_optimizer_has_one_device_s_state(entry, strategy, mesh, golden):
     is_long = ENTRIES[entry].is_long(strategy, mesh)
     states = three_steps(entry, strategy, mesh, is_long)

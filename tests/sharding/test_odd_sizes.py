@@ -131,7 +131,8 @@ def test_a_random_model_on_a_random_mesh_is_equal_or_refused(entry, seed):
     assert result == "equal" or result.startswith("refused: ")
 
 
-@pytest.mark.parametrize(("size", "mesh", "strategy"), full_except(CASES, FAST))
+@pytest.mark.parametrize(("size", "mesh", "strategy"), CASES)
+@pytest.mark.full
 def test_initial_values_do_not_depend_on_the_mesh(size, mesh, strategy):
     found, alone = (new_params(layout_of(size, *on)) for on in ((mesh, strategy), ("1x1", "dp")))
     jax.tree.map(np.testing.assert_array_equal, found, alone)

@@ -151,6 +151,7 @@ def accuracy(out: str) -> str:
     return re.search(r"Held-out accuracy .*", out)[0]
 
 
+@pytest.mark.full
 def test_a_classifier_learns_from_a_model_that_fills_masks(train, quick, tmp_path):
     """A run that lost its last step repeats it bit for bit."""
     written(tmp_path / "fill")

@@ -161,6 +161,7 @@ def test_metrics_of_the_mlp_s_run(inside, quick, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_metrics_of_dot_relu_dot_s_run(inside, quick, tmp_path):
     done = inside(
         "recipes.dot_relu_dot", "--mesh=2x4", f"--steps={STEPS}", "--log_every=1",

@@ -291,6 +291,7 @@ def bare(tmp_path_factory):
 
 
 @pytest.mark.promise("structure")
+@pytest.mark.full
 def test_recipes_run_without_instruments(bare):
     """All of them are imported, and one trains."""
     recipes = sorted(path.stem for path in (bare / "recipes").glob("[!_]*.py"))
