@@ -81,6 +81,7 @@ CASES = [
     ("transformer", SEQ_MODEL, "fsdp_cp_tp", INT8 | ONE | {"lora_rank": 4}),
     ("transformer", PIPE, "fsdp_pp_tp", FP8),
     ("moe", "data=2,expert=2,model=2", "fsdp_ep_tp", INT8 | ONE | {"remat": "dispatched"}),
+    ("moe", "data=2,expert=4", "fsdp_ep", INT8 | ONE | {"capacity": None}),
     ("moe", "data=2,expert=4", "fsdp_ep", FP8 | ONE | {"capacity": None}),
     ("moe", "data=2,expert=4", "fsdp_ep", FP8 | ONE | {"capacity": None, "grouped": True}),
     ("moe", "data=2,seq=2,expert=2", "fsdp_ep_cp", INT8 | ONE),
