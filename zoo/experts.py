@@ -245,7 +245,7 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
     if config.matmul:
         from .low_precision import of_experts
 
-        expert, operands, axes = of_experts(expert, split, capacity, weights, axes, x_BTD.dtype)
+        expert, operands, axes = of_experts(expert, split, weights, axes, x_BTD.dtype)
     slots = T  # enough for any choice
     if capacity is not None:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))

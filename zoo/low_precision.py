@@ -231,13 +231,17 @@ def store(model, names: dict[str, str]):
     return model
 
 
-def of_experts(expert, split, capacity, weights, axes, dtype):
+def of_experts(expert, split, weights, axes, dtype):
     """(a function like `expert` that multiplies in low precision, arrays for it, their axes).
 
     Args:
-      expert, capacity: see experts.mix; split: logical axis → mesh axes; axes: of each weight;
-        dtype: of rows, and of weights that are not rounded.
+      expert: see experts.mix; split: logical axis → mesh axes; axes: of each weight; dtype: of
+        rows, and of weights that are not rounded.
     """
+
+    def others(names):
+        return tuple(name for name in names if name not in split["expert"])
+
     products: list[tuple[Product, tuple[str, ...]] | None] = []  # and the mesh axes of K
     arrays, array_axes = [], []
     for weight, use_axes in zip(weights, axes, strict=True):
@@ -247,13 +251,7 @@ def of_experts(expert, split, capacity, weights, axes, dtype):
             array_axes.append(use_axes)
             continue
         product, w, rest_axes = weight.product(use_axes, use_axes[2])
-        rows, summed = (
-            tuple(name for name in names if name not in split["expert"])
-            for names in (product.rows, product.summed)
-        )
-        # With a capacity, devices along `expert` have rows of other experts.
-        rows = product.rows if capacity is None else rows
-        product = product._replace(rows=rows, summed=summed)
+        product = product._replace(summed=others(product.summed))
         products.append((product, mesh_axes(use_axes[1], manual=True)))
         arrays += [w, *weight.rounded(1)]
         array_axes += [rest_axes, use_axes, (use_axes[0], None, use_axes[2])]
@@ -265,7 +263,9 @@ def of_experts(expert, split, capacity, weights, axes, dtype):
             if not isinstance(operand, tuple):
                 return dot(x, operand)
             (product, inner), w, q, scale = operand
-            product = product._replace(shapes=(q.shape, q.shape[1:2], q.shape[2:]))
+            # Each expert's rows have scales of their own, but groups of rows have them in common.
+            rows = others(product.rows) if dot.sizes_E is None else product.rows
+            product = product._replace(rows=rows, shapes=(q.shape, q.shape[1:2], q.shape[2:]))
             form = FORMATS[product.matmul][1]
             x_q, x_scale = quantize(jax.lax.stop_gradient(x), (-1,), form, inner)
             return multiply_rounded(product, x, w, x_q, x_scale, q, scale, dot.sizes_E)

@@ -235,14 +235,18 @@ def test_a_row_and_a_column_have_scales_of_their_own(contract, mesh, strategy):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategy"),
+    ("mesh", "strategy", "capacity"),
     full_except(
-        [("1x1", "dp"), ("data=1,expert=2", "ep"), ("data=2,expert=2", "fsdp_ep")],
-        [("data=1,expert=2", "ep")],
+        [
+            *(("1x1", "dp", capacity) for capacity in (4.0, None)),
+            *(("data=1,expert=2", "ep", capacity) for capacity in (4.0, None)),
+            *(("data=2,expert=2", "fsdp_ep", capacity) for capacity in (4.0, None)),
+        ],
+        [("data=1,expert=2", "ep", 4.0), ("data=1,expert=2", "ep", None)],
     ),
 )
-def test_an_expert_s_gradients_are_rounded_by_its_own_rows(mesh, strategy):
-    """With a capacity: experts whose gradients are 1e-4 of another's, on the next device, keep theirs.
+def test_an_expert_s_gradients_are_rounded_by_its_own_rows(mesh, strategy, capacity):
+    """In slots and batches: experts whose gradients are 1e-4 of another's, on the next device, keep theirs.
 
     With a scale of all devices' rows, these would all be rounded to zero.
     """
@@ -250,7 +254,7 @@ def test_an_expert_s_gradients_are_rounded_by_its_own_rows(mesh, strategy):
     tiny = moe.Config.tiny()
     exact, rounded = (
         dataclasses.replace(
-            tiny, embed=D, mlp=F, num_experts=E, experts_per_token=2, capacity=4.0,
+            tiny, embed=D, mlp=F, num_experts=E, experts_per_token=2, capacity=capacity,
             normalize=False, matmul=matmul,
         )
         for matmul in ("", "int8")
