@@ -28,7 +28,7 @@ sys.path.sort(key=lambda folder: pathlib.Path(folder).resolve() == FOLDER.resolv
 for _flag, _module in itertools.pairwise(sys.orig_argv):
     if _flag == "-m" and _module.startswith("recipes."):
         sys.path.insert(0, str(CLONE))
-for _name, _file in (("zoo", "sharding.py"), ("data", "batches.py")):
+for _name, _file in (("zoo", "transformer.py"), ("data", "batches.py")):
     _found = util.find_spec(_name)
     _folders = (_found and _found.submodule_search_locations) or []
     if not any(pathlib.Path(_folder, _file).exists() for _folder in _folders):

@@ -33,7 +33,7 @@ from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.bert import TASKS, Bert, Config
-from zoo.pairs import EXCHANGES
+from zoo.parts.pairs import EXCHANGES
 from zoo.sizes import BERT as SIZES
 
 

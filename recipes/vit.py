@@ -28,7 +28,7 @@ from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.stack import REMAT_POLICIES
+from zoo.core.stack import REMAT_POLICIES
 from zoo.vit import SIZES, Config, ViT
 
 HEAD = ("head", "head_bias")  # parameters that other classes need anew

@@ -26,16 +26,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import Attention, make_positions, stripe
-from .classes import class_loss, dense, pool, unit
-from .config import Compute
-from .decoder import Decoder
-from .gelu import GeluMLP, layer_norm
-from .layers import GatedMLP, Kind, add_bias, add_output, apply_norm, gather, multiply
-from .sharding import Rules, complete_tables, constrain, param, shards, zeros
-from .stack import fit_rules, stack, weights_in_use
-from .strategies import DECODER, DENSE_STACK, decoder_rules
-from .vocabulary import copies_in_use, look_up, unembed, vocabulary
+from .core.attention import Attention, make_positions, stripe
+from .parts.classes import class_loss, dense, pool, unit
+from .core.config import Compute
+from .core.decoder import Decoder
+from .parts.gelu import GeluMLP, layer_norm
+from .core.layers import GatedMLP, Kind, add_bias, add_output, apply_norm, gather, multiply
+from .core.sharding import Rules, complete_tables, constrain, param, shards, zeros
+from .core.stack import fit_rules, stack, weights_in_use
+from .core.strategies import DECODER, DENSE_STACK, decoder_rules
+from .core.vocabulary import copies_in_use, look_up, unembed, vocabulary
 
 
 TASKS = ("fill", "embed", "classify")

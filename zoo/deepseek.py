@@ -22,18 +22,18 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import attend
-from .config import Compute
-from .decoder import Decoder
-from .experts import (
+from .core.attention import attend
+from .core.config import Compute
+from .core.decoder import Decoder
+from .experts.mixture import (
     EXPERT_REMAT, check_experts, check_groups, even_load, feed_forward, make_experts,
 )  # fmt: skip
-from .layers import (
+from .core.layers import (
     GatedMLP, Kind, RMSNorm, RopeScaling, adapters, add_output, gather, project, rotate,
 )  # fmt: skip
-from .rope_scaling import Yarn
-from .sharding import Rules, complete_tables, constrain, explicit, param
-from .expert_strategies import EXPERT_DECODER, expert_rules
+from .options.rope_scaling import Yarn
+from .core.sharding import Rules, complete_tables, constrain, explicit, param
+from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class DeepSeek(Decoder):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)
         if config.mtp_depth:
-            from .mtp import MTPHead
+            from .options.mtp import MTPHead
 
             norm = functools.partial(RMSNorm, eps=config.norm_eps)
             self.mtp = MTPHead(config, Layer, norm, rngs=rngs)
@@ -274,7 +274,7 @@ class LatentAttention(nnx.Module):
                 striped=positions.striped,
             )
         else:
-            from .cache import attend_absorbed
+            from .options.cache import attend_absorbed
 
             out_BTNV = attend_absorbed(
                 self,

@@ -22,13 +22,13 @@ import math
 import jax
 from flax import nnx
 
-from .attention import Attention
-from .config import Compute
-from .decoder import Decoder
-from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
-from .rope_scaling import Linear
-from .sharding import Rules, complete_tables
-from .strategies import DECODER, decoder_rules
+from .core.attention import Attention
+from .core.config import Compute
+from .core.decoder import Decoder
+from .core.layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
+from .options.rope_scaling import Linear
+from .core.sharding import Rules, complete_tables
+from .core.strategies import DECODER, decoder_rules
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,14 @@ import functools
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import Attention
-from .config import Compute
-from .decoder import Decoder
-from .gelu import GeluMLP, layer_norm
-from .layers import Kind, add_output
-from .sharding import Rules, complete_tables, constrain, param
-from .strategies import DECODER, decoder_rules
-from .vocabulary import copies_in_use, look_up
+from .core.attention import Attention
+from .core.config import Compute
+from .core.decoder import Decoder
+from .parts.gelu import GeluMLP, layer_norm
+from .core.layers import Kind, add_output
+from .core.sharding import Rules, complete_tables, constrain, param
+from .core.strategies import DECODER, decoder_rules
+from .core.vocabulary import copies_in_use, look_up
 
 
 @dataclasses.dataclass(frozen=True)

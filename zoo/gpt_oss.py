@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import Attention
-from .config import Compute
-from .decoder import Decoder
-from .experts import EXPERT_REMAT, check_experts, choose, mix
-from .layers import Kind, RMSNorm, add_bias, add_output, multiply
-from .rope_scaling import Yarn
-from .sharding import Rules, complete_tables, constrain, param
-from .expert_strategies import EXPERT_DECODER, expert_rules
+from .core.attention import Attention
+from .core.config import Compute
+from .core.decoder import Decoder
+from .experts.mixture import EXPERT_REMAT, check_experts, choose, mix
+from .core.layers import Kind, RMSNorm, add_bias, add_output, multiply
+from .options.rope_scaling import Yarn
+from .core.sharding import Rules, complete_tables, constrain, param
+from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 
 YARN = Yarn(32.0, 32.0, 1.0, 4_096, False, 1.3465735902799727)  # from 4,096 to 131,072
 

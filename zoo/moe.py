@@ -20,14 +20,14 @@ import functools
 
 from flax import nnx
 
-from .decoder import Decoder
-from .experts import (
+from .core.decoder import Decoder
+from .experts.mixture import (
     EXPERT_REMAT, check_experts, check_groups, even_load, feed_forward, make_experts, position_gate,
 )  # fmt: skip
-from .layers import GatedMLP, Kind, RopeScaling, add_output, apply_norm
-from .sharding import Rules, complete_tables
-from .expert_strategies import EXPERT_DECODER, expert_rules
-from .variant import Variant, make_attention, make_norms
+from .core.layers import GatedMLP, Kind, RopeScaling, add_output, apply_norm
+from .core.sharding import Rules, complete_tables
+from .experts.expert_strategies import EXPERT_DECODER, expert_rules
+from .options.llama_options import Variant, make_attention, make_norms
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,15 +18,15 @@ from typing import Any
 
 from flax import nnx
 
-from .attention import Attention
-from .config import Compute
-from .decoder import Decoder
-from .delta import GatedDelta
-from .experts import EXPERT_REMAT, GatedExperts, check_experts, feed_forward, position_gate
-from .layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
-from .sharding import Rules, complete_tables
-from .unlike_layers import ATTENTION
-from .expert_strategies import EXPERT_DECODER, expert_rules
+from .core.attention import Attention
+from .core.config import Compute
+from .core.decoder import Decoder
+from .recurrent.delta import GatedDelta
+from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, feed_forward, position_gate
+from .core.layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
+from .core.sharding import Rules, complete_tables
+from .options.unlike_layers import ATTENTION
+from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 
 DELTA = "delta"  # the stack of the layers with a state
 
@@ -218,7 +218,7 @@ class Qwen3Next(Decoder):
         norm = functools.partial(RMSNorm, eps=config.norm_eps, zero_centered=True)
         super().__init__(config, Layer, norm(config.embed), rngs=rngs)
         if config.mtp_depth:
-            from .mtp import MTPHead
+            from .options.mtp import MTPHead
 
             layer = functools.partial(Layer, stack=ATTENTION)
             self.mtp = MTPHead(config, layer, norm, rngs=rngs)

@@ -27,19 +27,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .classes import unit
-from .config import Compute
-from .gelu import GELU, layer_norm
-from .layers import Kind, apply_norm, dot
-from .pairs import EXCHANGES, LOSSES, loss_of_pairs
-from .patches import Pooling, embed_patches, prepend
-from .sharding import (
+from .parts.classes import unit
+from .core.config import Compute
+from .parts.gelu import GELU, layer_norm
+from .core.layers import Kind, apply_norm, dot
+from .parts.pairs import EXCHANGES, LOSSES, loss_of_pairs
+from .parts.patches import Pooling, embed_patches, prepend
+from .core.sharding import (
     Rules, check_rules, complete_tables, constrain, explicit, param, variable, zeros,
 )  # fmt: skip
-from .stack import weights_in_use
-from .strategies import DECODER, encoder_rules
-from .towers import Tower, image_and_text
-from .vocabulary import copies_in_use, look_up
+from .core.stack import weights_in_use
+from .core.strategies import DECODER, encoder_rules
+from .parts.towers import Tower, image_and_text
+from .core.vocabulary import copies_in_use, look_up
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import dataclasses
 
 from .bert import SIZES as BERT_SIZES, Config as BertConfig
-from .layers import Kind
-from .rope_scaling import Yarn
+from .core.layers import Kind
+from .options.rope_scaling import Yarn
 from .moe import SIZES as MOE_SIZES, Config as MoEConfig
 from .siglip import SIZES as SIGLIP_SIZES, Config as SiglipConfig
 from .transformer import SIZES as TRANSFORMER_SIZES, Config as TransformerConfig

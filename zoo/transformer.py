@@ -29,11 +29,11 @@ import functools
 
 from flax import nnx
 
-from .decoder import Decoder
-from .layers import GatedMLP, Kind, Llama3, RopeScaling, add_output, apply_norm
-from .sharding import Rules, complete_tables
-from .strategies import DECODER, decoder_rules
-from .variant import Variant, make_attention, make_norms
+from .core.decoder import Decoder
+from .core.layers import GatedMLP, Kind, Llama3, RopeScaling, add_output, apply_norm
+from .core.sharding import Rules, complete_tables
+from .core.strategies import DECODER, decoder_rules
+from .options.llama_options import Variant, make_attention, make_norms
 
 
 LLAMA31 = Llama3(8.0, 1.0, 4.0, 8_192)  # from 8,192 to 131,072 positions

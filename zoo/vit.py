@@ -31,15 +31,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .classes import class_loss
-from .gelu import GeluMLP, layer_norm
-from .layers import adapters, add_bias, add_output, dot, gather, project
-from .patches import embed_patches, prepend
-from .sharding import (
+from .parts.classes import class_loss
+from .parts.gelu import GeluMLP, layer_norm
+from .core.layers import adapters, add_bias, add_output, dot, gather, project
+from .parts.patches import embed_patches, prepend
+from .core.sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param,
 )  # fmt: skip
-from .stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack, weights_in_use
-from .strategies import DECODER, encoder_rules
+from .core.stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack, weights_in_use
+from .core.strategies import DECODER, encoder_rules
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any
 from recipes.common import entries
 from recipes.common.runtime import UserError, flag
 from recipes.common.runtime.flags import choose, split
-from zoo.config import CHOICES, Compute
-from zoo.quantization import FLOAT8_DEVICES, has_float8
+from zoo.core.config import CHOICES, Compute
+from zoo.options.quantization import FLOAT8_DEVICES, has_float8
 
 DECODER = (  # fields of every decoder that have a flag
     *("dtype", "matmul", "matmul_backward", "reduce_dtype", "remat"),

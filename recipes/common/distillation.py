@@ -21,9 +21,8 @@ import jax.numpy as jnp
 
 from recipes.common.runtime import UserError, flag
 from recipes.common.sharding import Layout, Tree
-from zoo.log_probs import from_chunks, outputs
-from zoo.sharding import constrain, per_device
-from zoo.vocabulary import (
+from zoo.core.sharding import constrain, per_device
+from zoo.core.vocabulary import (
     SHARDS,
     Objective,
     cross_entropies,
@@ -32,6 +31,7 @@ from zoo.vocabulary import (
     product_gradients,
     table_product,
 )  # fmt: skip
+from zoo.options.log_probs import from_chunks, outputs
 
 FORWARD, REVERSE, JS = "forward", "reverse", "js"
 

@@ -13,9 +13,9 @@ from recipes.common import checkpoint
 from recipes.common.preference.objective import side_by_side
 from recipes.common.runtime import Run
 from recipes.common.sharding import Tree
-from zoo.classes import unit
-from zoo.pairs import loss_of_pairs
-from zoo.sharding import constrain, reshape
+from zoo.core.sharding import constrain, reshape
+from zoo.parts.classes import unit
+from zoo.parts.pairs import loss_of_pairs
 
 
 def task_of(task: str, run: Run) -> str:
@@ -54,7 +54,7 @@ class PairLoss:
     """
 
     scale: float
-    exchange: str  # one of zoo.pairs.EXCHANGES
+    exchange: str  # one of zoo.parts.pairs.EXCHANGES
 
     def __call__(self, model: Any, **batch: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
         return self.compare(model, *self.embed(model, **batch))

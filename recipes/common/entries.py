@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zoo.config import Compute
-from zoo.layers import RopeScaling
+from zoo.core.config import Compute
+from zoo.core.layers import RopeScaling
 
 
 class Entry(NamedTuple):
@@ -54,7 +54,7 @@ def sizes(name: str) -> dict[str, Callable[[], Any]]:
 
 
 def config_json(config) -> dict[str, Any]:
-    """A Config's fields as JSON, the architecture before zoo.config.Compute's.
+    """A Config's fields as JSON, the architecture before zoo.core.config.Compute's.
 
     Rotary scalings are lists, from which Config makes them again.
     """

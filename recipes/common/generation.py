@@ -16,7 +16,7 @@ import numpy as np
 
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import count_shards
-from zoo.rope_scaling import LongRope
+from zoo.options.rope_scaling import LongRope
 
 COLDEST = 1e-6  # a lower temperature takes the likeliest token: logits over it would overflow
 SHORTEST = 16  # prompts are padded to 16, 32, 64, … tokens, rounded up to what the mesh divides

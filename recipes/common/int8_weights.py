@@ -7,7 +7,7 @@ from flax import nnx
 from recipes.common.runtime import UserError, flag
 from recipes.common.sharding import Layout, Tree, abstract_model, shardings
 from recipes.common.sharding.abstract import variables_of
-from zoo.low_precision import store
+from zoo.options.low_precision import store
 
 
 def weights_flag(group: str = "run") -> str:

@@ -17,7 +17,7 @@ from recipes.common.runtime import UserError
 from recipes.common.runtime.flags import split
 from recipes.common.sharding import Layout, Tree
 from recipes.common.train.feed import to_devices
-from zoo.sharding import constrain
+from zoo.core.sharding import constrain
 
 
 class Classes:

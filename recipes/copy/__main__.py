@@ -2,7 +2,7 @@
 
     python -m recipes.copy --entry=moe --target=mine --without=pipeline,context
 
-`cp zoo/*.py mine/` copies all files.
+`cp -r zoo mine` copies everything.
 """
 
 import contextlib
@@ -59,11 +59,12 @@ def main(flags: Flags) -> None:
     entry, target = flags.entry, flags.target
     if entry not in ENTRIES:
         raise UserError(f"--entry={entry} is not in the zoo; it has {', '.join(ENTRIES)}")
-    optional = sorted({*imported(entry)} - {*imported(entry, nested=False)})
-    without = split(flags.without) if flags.without else []
-    for name in set(without).difference(optional):
+    optional = {pathlib.Path(path).stem: path for path in optional_files(entry)}
+    names = split(flags.without) if flags.without else []
+    for name in set(names).difference(optional):
         hint = f"use {', '.join(optional)}" if optional else "it needs all its files"
         raise UserError(f"--without={flags.without}: {entry} has no optional {name!r}; {hint}")
+    without = [optional[name] for name in names]
     if not target or buckets.remote(target):
         raise UserError(f"--target={target} is no local folder; use --target=FOLDER")
     folder = folders.to_path(target, "--target").absolute()
@@ -80,37 +81,59 @@ def main(flags: Flags) -> None:
         )
 
     copied = imported(entry, without=without)
-    files = {f"{name}.py": (ZOO / f"{name}.py").read_text() for name in copied}
-    for name in {*optional}.difference(copied):
-        error = f"{name}.py was left out; for {OPTIONAL[name]}, copy zoo/{name}.py over this file"
-        files[f"{name}.py"] = f'raise ImportError("{error}")\n'
+    files = {name: (ZOO / name).read_text() for name in copied}
+    for name, path in optional.items():
+        if path not in copied:
+            error = f"{path} was left out; for {OPTIONAL[name]}, copy zoo/{path} over this file"
+            files[path] = f'raise ImportError("{error}")\n'
     for path in [folder / name for name in files] if folder.is_dir() else [folder]:
         if path.exists() or path.is_symlink():  # a link to nothing too
             raise UserError(f"--target={target}: {path} already exists; use a new name")
     # All files or none: what was written is removed if something fails.
     with folders.write_errors(target), contextlib.ExitStack() as undo:
-        if not folder.exists():
-            folder.mkdir()
-            undo.callback(folder.rmdir)
+        for place in sorted({folder, *((folder / path).parent for path in files)}):
+            if not place.exists():
+                place.mkdir()
+                undo.callback(place.rmdir)
         for name, text in files.items():
             with open(folder / name, "x") as file:  # "x": not over one that has come since
                 undo.callback((folder / name).unlink)
                 file.write(text)
         undo.pop_all()
-    print0(f"Copied to {folder}: {', '.join(f'{name}.py' for name in copied)}")
-    for name in optional:
-        print0(f"  {'added' if name in copied else 'left out':8}  {name}.py: {OPTIONAL[name]}")
+    print0(f"Copied to {folder}: {', '.join(copied)}")
+    for name, path in optional.items():
+        print0(f"  {'added' if path in copied else 'left out':8}  {path}: {OPTIONAL[name]}")
     print0(f"To use it:\n  from {folder.name}.{entry} import RULES, Config, {ENTRIES[entry].model}")
 
 
-def imported(entry: str, nested: bool = True, without=(), files=()) -> list[str]:
-    """Files that an entry imports, by name, itself last; `nested`: inside functions too."""
-    files = [*files]
-    text = (ZOO / f"{entry}.py").read_text()
-    for indent, other in re.findall(r"^( *)from \.(\w+) import", text, re.MULTILINE):
-        if other not in (*files, *without) and (nested or not indent):
-            files = imported(other, nested, without, files)
-    return [*files, entry]
+def optional_files(entry: str) -> list[str]:
+    """Files that an entry imports only inside functions, and what only these import."""
+    return sorted({*imported(entry)} - {*imported(entry, nested=False)})
+
+
+def imported(entry: str, nested: bool = True, without=()) -> list[str]:
+    """Files that an entry imports, relative to the zoo, itself last; `nested`: inside functions too.
+
+    Args:
+      without: files to leave out, with what only they import.
+    """
+    files: list[str] = []
+
+    def visit(path: pathlib.Path) -> None:
+        if (name := path.relative_to(ZOO).as_posix()) in (*files, *without):
+            return
+        waiting.append(name)
+        imports = re.findall(r"^( *)from (\.+)([\w.]+) import", path.read_text(), re.MULTILINE)
+        for indent, dots, module in imports:
+            target = path.parents[len(dots) - 1].joinpath(*module.split(".")).with_suffix(".py")
+            name_of_target = target.relative_to(ZOO).as_posix()
+            if name_of_target not in waiting and (nested or not indent):
+                visit(target)
+        files.append(name)
+
+    waiting: list[str] = []  # files on the way; those of one circle of imports come once
+    visit(ZOO / f"{entry}.py")
+    return files
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ COPIED = {".md", ".ipynb", ".svg", ".webp", ".png", ".css", ".js"}
 REFERENCE = {  # page → what it documents, from docstrings
     "reference/models.md": [f"zoo.{name}" for name in ENTRIES],
     "reference/zoo.md": [
-        "zoo.sharding",
-        "zoo.strategies",
-        "zoo.decoder",
-        "zoo.config",
-        "zoo.layers",
+        "zoo.core.sharding",
+        "zoo.core.strategies",
+        "zoo.core.decoder",
+        "zoo.core.config",
+        "zoo.core.layers",
     ],
     "reference/recipes.md": [
         "recipes.common.mesh.make_mesh",

@@ -28,7 +28,7 @@ from recipes.common.sharding import AbstractModel, abstract_model
 from recipes.common.sharding.abstract import UNNAMED, declared_names
 from recipes.common.sharding.rules import Rules
 from recipes.common.train.feed import check_ids
-from zoo.sharding import check_names, optimizer_axis
+from zoo.core.sharding import check_names, optimizer_axis
 
 SEQ_LEN = 32  # positions of a row that is made from the signature
 ROWS = 24  # of a batch that is made from the signature

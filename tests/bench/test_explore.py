@@ -40,8 +40,8 @@ from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.search import meshes
 from tests.conftest import ROOT
-from zoo.expert_strategies import EXPERT_DECODER
-from zoo.strategies import DECODER
+from zoo.core.strategies import DECODER
+from zoo.experts.expert_strategies import EXPERT_DECODER
 
 pytestmark = pytest.mark.promise("bench")
 

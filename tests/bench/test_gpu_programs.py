@@ -32,7 +32,7 @@ pytestmark = [
         not version("jax-cuda13-plugin"), reason="the extra gpu-aot is not installed"
     ),
 ]
-KERNELS = {"_attention", "_attention_dq", "_attention_dkv"}  # of zoo/triton.py
+KERNELS = {"_attention", "_attention_dq", "_attention_dkv"}  # of zoo/kernels/triton.py
 # Narrow, so that what grows with T² would be most of the memory.
 NARROW = Config(384, 128, 2, num_heads=4, num_kv_heads=2, head_dim=64, mlp=256, dtype="bfloat16")
 

@@ -46,10 +46,12 @@ from tests.conftest import ROOT, full_except
 from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
-from zoo import delta, moe, qwen3_next, splash
-from zoo.experts import EXPERT_REMAT
+from zoo import moe, qwen3_next
+from zoo.experts.mixture import EXPERT_REMAT
+from zoo.experts.slots import ROOM
+from zoo.kernels import splash
 from zoo.moe import MoE
-from zoo.slots import ROOM
+from zoo.recurrent import delta
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("bench")

@@ -5,7 +5,7 @@
     python -m tests.by_hand.gpu_kernels rows.jsonl --lower    # no more than lowered, which takes a tenth of the time
 
 Needs the extra gpu-aot. Rows are packed, sizes real, and layers all there. Prints a table; a program
-without a kernel, or with a tile of zoo/flash.py, fails (exit code 1).
+without a kernel, or with a tile of zoo/kernels/flash.py, fails (exit code 1).
 """
 
 import collections

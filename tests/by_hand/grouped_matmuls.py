@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from recipes.instruments.plan.cycles import CORES, FLOPS_PER_CYCLE, Products, dump_bundles
 from recipes.instruments.plan.hardware import HARDWARE
 from recipes.instruments.plan.targets import topology
-from zoo.expert_matmul import product_in_blocks
+from zoo.experts.matmul import product_in_blocks
 
 
 def longest_branch(folder: pathlib.Path) -> int:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from tests.conftest import ROOT
 from tests.sharding.test_bfloat16 import gradient
-from zoo import vocabulary
+from zoo.core import vocabulary
 
 ROWS = (4, 16, 64, 256)
 SEQ_LEN = 256

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from zoo.attention import attend
+from zoo.core.attention import attend
 from zoo.transformer import RULES
 
 

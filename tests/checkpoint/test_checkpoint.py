@@ -146,9 +146,7 @@ def test_orbax_alone_restores_a_run_s_checkpoint_beside_a_copy_as_shown(entry, s
         want = {kind: jax.device_get(state[kind]) for kind in ("params", "buffers")}
         with saving(workdir, entry, checkpoint.metadata(entry, layout, {})) as saver:
             saver.save(3, state)
-    (tmp_path / "mine").mkdir()
-    for path in (ROOT / "zoo").glob("*.py"):
-        shutil.copy(path, tmp_path / "mine")
+    shutil.copytree(ROOT / "zoo", tmp_path / "mine", ignore=shutil.ignore_patterns("checkpoints"))
     page = (ROOT / "recipes" / "docs" / "checkpoints.md").read_text()
     block = re.search(r"<!-- python: orbax alone -->\n```python\n(.*?)```", page, re.DOTALL)[1]
     for shown, here in (

@@ -15,8 +15,8 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.train.state import abstract_state
 from tests.by_hand.old_checkpoints import layout_on, optimizer, sums
 from tests.conftest import ROOT
-from zoo.layers import Kind, Llama3
-from zoo.rope_scaling import Linear, Yarn
+from zoo.core.layers import Kind, Llama3
+from zoo.options.rope_scaling import Linear, Yarn
 from zoo.transformer import Config
 
 pytestmark = pytest.mark.promise("old-checkpoints")

@@ -322,9 +322,9 @@ def test_it_evaluates_and_writes_text(inside, quick, book, tmp_path):
 def test_the_readmes_lines_for_plain_orbax_work_beside_a_copy(tmp_path):
     readme = (ROOT / "zoo" / "README.md").read_text()
     block = re.search(r"<!-- plain orbax -->\n+```python\n(.*?)```", readme, re.DOTALL)[1]
-    (tmp_path / "mine").mkdir()
     for name in copy.imported("transformer", nested=False):
-        shutil.copy(ROOT / "zoo" / f"{name}.py", tmp_path / "mine")
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "zoo" / name, tmp_path / "mine" / name)
     (tmp_path / "transformer.stdlib_3m").symlink_to(checkpoint.PUBLISHED / "transformer.stdlib_3m")
     golden = checkpoint.PUBLISHED / "transformer.stdlib_3m" / "probe.json"
     check = f"""

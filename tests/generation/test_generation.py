@@ -30,8 +30,8 @@ from tests.support import runs, small_tokenizers
 from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from zoo import gpt_oss
-from zoo.rope_scaling import Dynamic, LongRope
-from zoo.strategies import DECODER
+from zoo.core.strategies import DECODER
+from zoo.options.rope_scaling import Dynamic, LongRope
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("generation")

@@ -50,12 +50,12 @@ from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
 from zoo import gpt_oss, moe
-from zoo.config import Compute
+from zoo.core.config import Compute
+from zoo.core.layers import Kind, Llama3, rope_angles
 from zoo.gemma3 import SIZES
-from zoo.layers import Kind, Llama3, rope_angles
-from zoo.rope_scaling import Linear, Yarn
+from zoo.options.llama_options import Variant
+from zoo.options.rope_scaling import Linear, Yarn
 from zoo.transformer import Config, Transformer
-from zoo.variant import Variant
 
 pytestmark = pytest.mark.promise("hugging-face")
 
@@ -1348,7 +1348,7 @@ def test_import_and_export_commands(run, tiny, tmp_path):
 @pytest.mark.full
 def test_a_recipe_trains_from_a_folder_and_its_run_is_exported(run, tiny, tmp_path):
     book = tmp_path / "book.txt"
-    book.write_text((ROOT / "zoo" / "attention.py").read_text())
+    book.write_text((ROOT / "zoo" / "core" / "attention.py").read_text())
     work, back = tmp_path / "run", tmp_path / "back"
     flags = (f"--restore_from=hf:{tiny}", f"--dataset={book}", "--seq_len=32", "--batch_size=16",
              "--mesh=4x2", "--sample_bytes=40", f"--workdir={work}")  # fmt: skip

@@ -30,7 +30,7 @@ from tests.support.models import random_values
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of, talker
-from zoo.decoder import Decoder
+from zoo.core.decoder import Decoder
 from zoo.moe import MoE
 from zoo.transformer import Transformer
 

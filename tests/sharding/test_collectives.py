@@ -39,20 +39,12 @@ from tests.support.entries import (
     with_case,
 )
 from tests.support.proof import BYTES
-from zoo import (
-    attention,
-    cache,
-    context,
-    decoder,
-    dot_relu_dot,
-    kernels,
-    layers,
-    mlp,
-    sharding,
-    stack,
-    vocabulary,
-)  # fmt: skip
-from zoo.sharding import optimizer_axes
+from zoo import dot_relu_dot, mlp
+from zoo.core import attention, decoder, layers, sharding, stack, vocabulary
+from zoo.core.sharding import optimizer_axes
+from zoo.kernels import choice as kernels  # fmt: skip
+from zoo.options import cache
+from zoo.parallel import context
 
 pytestmark = pytest.mark.promise("strategies-send")
 
@@ -564,7 +556,7 @@ def on_auto_axes(layout):
 
 @pytest.fixture
 def replace(monkeypatch):
-    """Returns a function that replaces a helper of zoo/sharding.py wherever the zoo uses it."""
+    """Returns a function that replaces a helper of zoo/core/sharding.py wherever the zoo uses it."""
 
     def everywhere(name, function):
         users = [

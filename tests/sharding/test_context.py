@@ -32,10 +32,12 @@ from recipes.instruments.prove.compare import (
 from tests.conftest import full_except
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
-from zoo import context, decoder, splash
-from zoo.attention import attend
-from zoo.kernels import Settings
-from zoo.rope_scaling import LongRope
+from zoo.core import decoder
+from zoo.core.attention import attend
+from zoo.kernels import splash
+from zoo.kernels.choice import Settings
+from zoo.options.rope_scaling import LongRope
+from zoo.parallel import context
 
 pytestmark = pytest.mark.promise("meshes-agree")
 

@@ -21,9 +21,9 @@ from recipes.common.runtime.flags import Run
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.rules import partition_spec, select
-from zoo.layers import Kind
-from zoo.rope_scaling import Linear, Yarn
-from zoo.strategies import DECODER
+from zoo.core.layers import Kind
+from zoo.core.strategies import DECODER
+from zoo.options.rope_scaling import Linear, Yarn
 from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("user-errors")

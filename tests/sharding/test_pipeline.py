@@ -35,7 +35,7 @@ from tests.support.entries import OPTIMIZER
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.runs import saving
-from zoo import pipeline
+from zoo.parallel import pipeline
 
 pytestmark = pytest.mark.promise("meshes-agree")
 

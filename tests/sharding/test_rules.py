@@ -22,7 +22,7 @@ from tests.conftest import full_except
 from tests.support import entries as proof
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY
-from zoo.strategies import DECODER
+from zoo.core.strategies import DECODER
 from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("own-rules")

@@ -1,4 +1,4 @@
-"""cuDNN's attention by the contract of JAX's primitives, in plain XLA, so that CPUs can test zoo/cudnn.py.
+"""cuDNN's attention by the contract of JAX's primitives, in plain XLA, so that CPUs can test zoo/kernels/cudnn.py.
 
 What the library leaves undefined is NaN here: outputs, gradients and sums of positions without a document.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zoo import cudnn as zoo
+from zoo.kernels import cudnn as zoo
 
 
 def use_xla(monkeypatch: pytest.MonkeyPatch, packs: bool = True, documents: int = 0) -> None:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.attention import make_positions
-from zoo.layers import Kind
+from zoo.core.attention import make_positions
+from zoo.core.layers import Kind
+from zoo.core.vocabulary import Batch
 from zoo.qwen3_next import Qwen3Next
-from zoo.vocabulary import Batch
 
 
 def further_logits(model, tokens_BT, ids_BT=None) -> jax.Array:

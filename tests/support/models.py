@@ -16,9 +16,9 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, Tree, make_layout, shardings
 from recipes.common.train.step import gradients
 from tests.support.quick import QUICK
-from zoo import expert_matmul
-from zoo.config import Compute
-from zoo.decoder import Decoder
+from zoo.core.config import Compute
+from zoo.core.decoder import Decoder
+from zoo.experts import matmul as expert_matmul
 
 
 def random_values(shapes: Tree, seed: int = 0) -> Tree:

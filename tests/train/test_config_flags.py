@@ -13,9 +13,9 @@ from recipes.common import checkpoint
 from recipes.common.config_flags import changed_setting, comment, configure, read
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
+from zoo.core.layers import Kind
 from zoo.gpt_oss import Config as GptOss
-from zoo.layers import Kind
-from zoo.rope_scaling import Linear, Yarn
+from zoo.options.rope_scaling import Linear, Yarn
 from zoo.transformer import Config
 
 pytestmark = pytest.mark.promise("user-errors")

@@ -51,7 +51,7 @@ from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, forget_hashes, saving, state_of
 from tests.support.small_tokenizers import byte_level, metaspace
 from zoo import moe
-from zoo.layers import project
+from zoo.core.layers import project
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("lora")

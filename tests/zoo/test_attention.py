@@ -44,15 +44,22 @@ from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
-from zoo import splash, triton
-from zoo.attention import attend
-from zoo.flash import TILE
-from zoo.kernels import FLASH_FROM, TRITON_BLOCK, Choice, Settings, block_of, blockwise
+from zoo.core.attention import attend
+from zoo.core.strategies import DECODER
+from zoo.core.vocabulary import positions_at_once
+from zoo.kernels import splash, triton
+from zoo.kernels.choice import (
+    FLASH_FROM,
+    TRITON_BLOCK,
+    Choice,
+    Settings,
+    block_of,
+    blockwise,
+)
+from zoo.kernels.flash import TILE
+from zoo.kernels.splash import may_see
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.splash import may_see
-from zoo.strategies import DECODER
 from zoo.transformer import RULES, Config, Transformer
-from zoo.vocabulary import positions_at_once
 
 pytestmark = pytest.mark.promise("attention")
 

@@ -20,7 +20,7 @@ from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients
 from tests.support.runs import saving
-from zoo.sharding import AxisNames
+from zoo.core.sharding import AxisNames
 
 pytestmark = pytest.mark.promise("buffers")
 

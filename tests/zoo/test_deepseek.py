@@ -15,12 +15,13 @@ from recipes.common.sharding.abstract import paths
 from tests.conftest import full_except
 from tests.support.models import loss_and_gradients, packed_batch, random_decoder, worst
 from tests.support.quick import QUICK
-from zoo import deepseek, low_precision
-from zoo.attention import make_positions
-from zoo.decoder import Decoder
+from zoo import deepseek
+from zoo.core.attention import make_positions
+from zoo.core.decoder import Decoder
 from zoo.deepseek import RULES, Config, DeepSeek
-from zoo.experts import Routing, in_best_groups
-from zoo.rope_scaling import Yarn
+from zoo.experts.mixture import Routing, in_best_groups
+from zoo.options import low_precision
+from zoo.options.rope_scaling import Yarn
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = Config.tiny()

@@ -13,10 +13,10 @@ from recipes.common.mesh import make_mesh
 from tests.conftest import full_except
 from tests.support.models import built
 from tests.support.quick import QUICK
-from zoo import delta, delta_context, delta_rule
-from zoo.attention import make_positions
-from zoo.config import Compute
-from zoo.sharding import constrain, in_use
+from zoo.core.attention import make_positions
+from zoo.core.config import Compute
+from zoo.core.sharding import constrain, in_use
+from zoo.recurrent import delta, delta_context, delta_rule
 
 pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]
 

@@ -21,9 +21,9 @@ from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.quick import QUICK
 from tests.zoo.test_unlike_layers import BATCH, ROWS, T, projected, seen, turned, turns
-from zoo.attention import make_positions
+from zoo.core.attention import make_positions
+from zoo.core.layers import Kind
 from zoo.gemma3 import GEMMA2, SIZES, Config, Gemma3
-from zoo.layers import Kind
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 

@@ -12,9 +12,9 @@ from recipes.common.mesh import make_mesh
 from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo import gpt_oss
-from zoo.attention import make_positions
+from zoo.core.attention import make_positions
+from zoo.core.layers import Kind
 from zoo.gpt_oss import RULES, Config, GptOss
-from zoo.layers import Kind
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = dataclasses.replace(Config.tiny(), num_layers=1)

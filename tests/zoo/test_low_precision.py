@@ -18,17 +18,18 @@ from recipes.instruments.plan.hardware import HARDWARE
 from tests.conftest import full_except
 from tests.support.models import built
 from tests.support.quick import QUICK
-from zoo import moe, quantization, transformer
-from zoo.attention import make_positions
-from zoo.expert_strategies import EXPERT_DECODER
-from zoo.experts import GatedExperts
-from zoo.layers import multiply, project
-from zoo.lora import Adapter
-from zoo.low_precision import store
-from zoo.quantization import Product, has_float8, multiply_rounded
-from zoo.sharding import param
-from zoo.stack import layer_in_use
-from zoo.strategies import DECODER
+from zoo import moe, transformer
+from zoo.core.attention import make_positions
+from zoo.core.layers import multiply, project
+from zoo.core.sharding import param
+from zoo.core.stack import layer_in_use
+from zoo.core.strategies import DECODER
+from zoo.experts.expert_strategies import EXPERT_DECODER
+from zoo.experts.mixture import GatedExperts
+from zoo.options import quantization
+from zoo.options.lora import Adapter
+from zoo.options.low_precision import store
+from zoo.options.quantization import Product, has_float8, multiply_rounded
 
 pytestmark = pytest.mark.promise("low-precision")
 

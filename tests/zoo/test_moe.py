@@ -28,9 +28,10 @@ from recipes.instruments.plan.textbook import devices_of_a_row, transfers
 from tests.conftest import full_except
 from tests.support.models import built, multiplying
 from tests.support.quick import QUICK
-from zoo import expert_exchange, expert_matmul
-from zoo.attention import make_positions
-from zoo.experts import GatedExperts, feed_forward
+from zoo.core.attention import make_positions
+from zoo.experts import exchange as expert_exchange
+from zoo.experts import matmul as expert_matmul
+from zoo.experts.mixture import GatedExperts, feed_forward
 from zoo.moe import RULES, Config, MoE
 from zoo.sizes import MOE as SIZES
 
@@ -314,7 +315,7 @@ def test_a_bias_moves_toward_experts_with_less_than_their_share():
 
 
 def defined(x_BTD, router_DE, bias_E, counted_BT, J: int, slots: int):
-    """The results that zoo.experts.choose documents, position by position in float64, and gradients.
+    """The results that zoo.experts.mixture.choose documents, position by position in float64, and gradients.
 
     Returns: (the choice; name → figure; name of a figure → its gradient with respect to the router).
     """

@@ -14,8 +14,8 @@ from tests.support.further_token import further_logits
 from tests.support.models import loss_and_gradients, packed_batch, random_decoder, worst
 from tests.support.quick import QUICK
 from zoo import deepseek, qwen3_next
-from zoo.config import Compute
-from zoo.decoder import Decoder
+from zoo.core.config import Compute
+from zoo.core.decoder import Decoder
 from zoo.deepseek import DeepSeek
 from zoo.qwen3_next import Qwen3Next
 

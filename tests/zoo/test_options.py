@@ -14,8 +14,8 @@ from recipes.common.config_flags import COMPUTE
 from recipes.common.sharding.abstract import abstract_model
 from tests.conftest import full_except
 from tests.support.entries import OF_TEXT
-from zoo.layers import Kind
-from zoo.rope_scaling import Linear, Yarn
+from zoo.core.layers import Kind
+from zoo.options.rope_scaling import Linear, Yarn
 
 pytestmark = pytest.mark.promise("definitions")
 

@@ -1,4 +1,4 @@
-"""zoo/pairs.py and zoo/siglip.py: losses over all pairs, on every mesh, in microbatches, and what they cost."""
+"""zoo/parts/pairs.py and zoo/siglip.py: losses over all pairs, on every mesh, in microbatches, and what they cost."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from recipes.common.train.step import gradients
 from recipes.instruments.prove.compare import compare_gradients, largest_relative
 from tests.support.models import built
 from tests.support.quick import QUICK
-from zoo.pairs import EXCHANGES, LOSSES, loss_of_pairs
+from zoo.parts.pairs import EXCHANGES, LOSSES, loss_of_pairs
 from zoo.siglip import Config, Siglip
 
 pytestmark = pytest.mark.promise("all-pairs")

@@ -23,9 +23,9 @@ from recipes.instruments.prove.sums import Sum, low_precision_sums
 from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES, OPTIMIZER
 from tests.support.models import multiplying
-from zoo import layers, vocabulary
-from zoo.stack import layer_in_use
-from zoo.strategies import DECODER
+from zoo.core import layers, vocabulary
+from zoo.core.stack import layer_in_use
+from zoo.core.strategies import DECODER
 from zoo.transformer import RULES, Config
 
 pytestmark = pytest.mark.promise("precision")

@@ -15,7 +15,7 @@ from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
 from tests.support.models import built, random_variables
 from tests.support.quick import QUICK
-from zoo.attention import make_positions
+from zoo.core.attention import make_positions
 from zoo.qwen3_next import Config, Qwen3Next
 
 pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]

@@ -25,9 +25,9 @@ from recipes.common.sharding.shape import LayerShape, shape_of
 from recipes.copy import __main__ as copy
 from tests.conftest import ROOT
 from tests.support.absent import H100, on
-from zoo import decoder
-from zoo.config import Compute
-from zoo.sharding import optimizer_axis
+from zoo.core import decoder
+from zoo.core.config import Compute
+from zoo.core.sharding import optimizer_axis
 
 pytestmark = pytest.mark.promise("structure")
 
@@ -106,7 +106,7 @@ def test_nobody_imports_in_circles():
         if path.as_posix() in FOR_FLAGS:
             names = {name for name in names if not name.startswith("recipes.instruments.")}
         graph.setdefault(here, set()).update({room(name) for name in names} - {here})
-    assert "zoo.layers" in graph["zoo.decoder"]
+    assert "zoo.core.layers" in graph["zoo.core.decoder"]
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
@@ -313,7 +313,9 @@ def test_the_table_of_gpu_kernels_is_what_is_chosen(monkeypatch):
             assert attention is not None
             cells = []
             for capability, packed in itertools.product((8.0, 9.0), (False, True)):
-                monkeypatch.setattr("zoo.kernels.compute_capability", lambda _, x=capability: x)
+                monkeypatch.setattr(
+                    "zoo.kernels.choice.compute_capability", lambda _, x=capability: x
+                )
                 choice = kernel_report.attention_kernel(config, attention, 4096, packed)
                 cells.append(f"`{choice.kernel}`{choice.obstacle and f': {choice.obstacle}'}")
             sizes_by_kernels.setdefault(tuple(cells), {}).setdefault(name, []).append(size)

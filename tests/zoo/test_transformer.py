@@ -13,9 +13,9 @@ from flax import nnx
 
 from tests.conftest import full_except
 from tests.support.quick import QUICK
-from zoo import gpu_loss
-from zoo.attention import attend, make_positions
-from zoo.layers import Llama3
+from zoo.core.attention import attend, make_positions
+from zoo.core.layers import Llama3
+from zoo.kernels import gpu_loss
 from zoo.sizes import TRANSFORMER
 from zoo.transformer import SIZES, Config, Transformer
 

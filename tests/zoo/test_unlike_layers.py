@@ -27,11 +27,11 @@ from tests.conftest import full_except
 from tests.support.models import random_values
 from tests.support.quick import QUICK
 from zoo import moe, transformer
-from zoo.attention import make_positions
-from zoo.kernels import Choice
-from zoo.layers import Kind, Llama3, rope_angles
-from zoo.rope_scaling import Linear, Yarn
-from zoo.stack import scan_layers
+from zoo.core.attention import make_positions
+from zoo.core.layers import Kind, Llama3, rope_angles
+from zoo.core.stack import scan_layers
+from zoo.kernels.choice import Choice
+from zoo.options.rope_scaling import Linear, Yarn
 
 pytestmark = [pytest.mark.promise("unlike-layers"), pytest.mark.usefixtures("strict")]
 

@@ -13,11 +13,11 @@ from tests.conftest import full_except
 from tests.sharding.test_context import loss_and_gradients
 from tests.support.models import built
 from tests.support.quick import QUICK
-from zoo.attention import make_positions
-from zoo.layers import Kind, rope_angles
+from zoo.core.attention import make_positions
+from zoo.core.layers import Kind, rope_angles
 from zoo.moe import Config as MoEConfig
 from zoo.moe import MoE
-from zoo.rope_scaling import Dynamic, LongRope, Yarn
+from zoo.options.rope_scaling import Dynamic, LongRope, Yarn
 from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("definitions")

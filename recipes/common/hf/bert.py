@@ -22,8 +22,8 @@ from recipes.common.hf.family import (
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.bert import Config
-from zoo.config import Compute
-from zoo.layers import Kind
+from zoo.core.config import Compute
+from zoo.core.layers import Kind
 
 ENTRY = "bert"
 IN_FRONT = 2  # rows of RoBERTa's table of positions before the first position

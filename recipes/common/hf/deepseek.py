@@ -20,7 +20,7 @@ from recipes.common.hf.family import (
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.deepseek import Config
-from zoo.rope_scaling import Linear, Yarn
+from zoo.options.rope_scaling import Linear, Yarn
 
 ENTRY = "deepseek"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
-from zoo.layers import Llama3, RopeScaling
-from zoo.rope_scaling import Dynamic, Linear, LongRope, Yarn
+from zoo.core.layers import Llama3, RopeScaling
+from zoo.options.rope_scaling import Dynamic, Linear, LongRope, Yarn
 
 Table = dict[str, tuple[str, str, str]]  # see tensors.py
 

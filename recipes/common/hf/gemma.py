@@ -17,8 +17,8 @@ from recipes.common.hf.family import (
     scaling_json,
 )
 from recipes.common.runtime.errors import UserError
+from zoo.core.layers import Kind
 from zoo.gemma3 import Config
-from zoo.layers import Kind
 
 ENTRY = "gemma3"
 

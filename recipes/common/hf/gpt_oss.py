@@ -9,8 +9,8 @@ from typing import Any
 
 from recipes.common.hf import layer_kinds, relative
 from recipes.common.hf.family import GLOBAL, LOCAL, ORIGINAL, ConfigFile, Family
+from zoo.core.layers import Kind
 from zoo.gpt_oss import Config
-from zoo.layers import Kind
 
 ENTRY = "gpt_oss"
 

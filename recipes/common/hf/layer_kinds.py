@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from recipes.common.hf.family import GLOBAL, LOCAL, ConfigFile, scaling_json
-from zoo.layers import Kind
+from zoo.core.layers import Kind
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from recipes.common.hf.layer_kinds import Layers, types_of, windowed
 from recipes.common.hf.llama import ATTENTION_BIAS, JOINT_NORMS, MULTIPLIERS
 from recipes.common.hf.relative import SIZES, TENSORS, Relative
 from recipes.common.hf.tensors import Stored
-from zoo.layers import Kind
+from zoo.core.layers import Kind
 from zoo.moe import Config
 
 OTHERS = {path: row for path, row in TENSORS.items() if not path.startswith("layers/mlp/")}

@@ -23,8 +23,8 @@ from recipes.common.hf.family import (
 from recipes.common.hf.moe import QWEN2, QWEN_EXPERTS, SHARED
 from recipes.common.hf.relative import SIZES, TENSORS, Relative
 from recipes.common.hf.tensors import Part, Stored
+from zoo.options.unlike_layers import ATTENTION
 from zoo.qwen3_next import DELTA, Config
-from zoo.unlike_layers import ATTENTION
 
 ENTRY = "qwen3_next"
 

@@ -9,8 +9,8 @@ from recipes.common.hf.family import ORIGINAL, ConfigFile, Family, Selection, Ta
 from recipes.common.hf.layer_kinds import ALIKE, Layers, kinds_of, layer_fields, period_of
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
-from zoo.config import Compute
-from zoo.rope_scaling import Dynamic, LongRope
+from zoo.core.config import Compute
+from zoo.options.rope_scaling import Dynamic, LongRope
 from zoo.transformer import Config
 
 # The format is explained in tensors.py, the letters in zoo/transformer.py. Their weights are [out,

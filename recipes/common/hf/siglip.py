@@ -10,8 +10,8 @@ from typing import Any
 
 from recipes.common.hf import vit
 from recipes.common.hf.family import ConfigFile, Family, Table
+from zoo.parts.towers import image_and_text
 from zoo.siglip import Config
-from zoo.towers import image_and_text
 
 ENTRY = "siglip"
 

@@ -20,7 +20,7 @@ from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.pipeline import microbatches, rounds, ticks
+from zoo.parallel.pipeline import microbatches, rounds, ticks
 
 
 def main(

@@ -17,9 +17,9 @@ from recipes.common.preference.losses import Loss, Pair
 from recipes.common.sharding import Layout, Tree
 from recipes.common.sharding.abstract import unadapted, variables_of
 from recipes.common.train.offload import to_device
-from zoo.log_probs import of_targets
-from zoo.sharding import constrain, reshape
-from zoo.vocabulary import Objective as DecoderObjective
+from zoo.core.sharding import constrain, reshape
+from zoo.core.vocabulary import Objective as DecoderObjective
+from zoo.options.log_probs import of_targets
 
 
 class Answers(NamedTuple):

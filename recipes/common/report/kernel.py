@@ -7,12 +7,12 @@ from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout
 from recipes.common.sharding.rules import target_axes
 from recipes.common.sharding.shape import AttentionShape
-from zoo.context import choose_exchange
-from zoo.expert_exchange import exchanges
-from zoo.kernels import Choice, Request, choose_kernel
-from zoo.quantization import has_float8
-from zoo.sharding import device, mesh_axes, shards
-from zoo.strategies import EXPERT, SEQ
+from zoo.core.sharding import device, mesh_axes, shards
+from zoo.core.strategies import EXPERT, SEQ
+from zoo.experts.exchange import exchanges
+from zoo.kernels.choice import Choice, Request, choose_kernel
+from zoo.options.quantization import has_float8
+from zoo.parallel.context import choose_exchange
 
 PLATFORMS = {"splash": "tpu", "triton": "gpu", "cudnn": "gpu"}  # kernel → its only platform
 

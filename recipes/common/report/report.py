@@ -11,7 +11,7 @@ from recipes.common.runtime import describe
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.host_memory import is_on_host
 from recipes.common.sharding.rules import count_shards, target_axes
-from zoo.sharding import optimizer_axes
+from zoo.core.sharding import optimizer_axes
 
 
 def headline(layout: Layout) -> str:

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from recipes.common.runtime import UserError
-from zoo.sharding import AxisNames, has_slot
+from zoo.core.sharding import AxisNames, has_slot
 
 UNNAMED = "(unnamed)"  # logical axis of dims without one; no rule splits it
 Tree = Any  # nested dicts with the same kind of leaf

@@ -23,7 +23,7 @@ from recipes.common.sharding.compiler_options import compiler_options, platform
 from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
 from recipes.common.sharding.shape import Shape, check_length, shape_of
-from zoo.sharding import AxisNames, optimizer_axes
+from zoo.core.sharding import AxisNames, optimizer_axes
 
 
 @dataclasses.dataclass(frozen=True)

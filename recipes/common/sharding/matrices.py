@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zoo.strategies import MATRIX_STACKS, MODEL_ENDS, RANKS
+from zoo.core.strategies import MATRIX_STACKS, MODEL_ENDS, RANKS
 
 ITERATIONS = 5  # of Newton-Schulz, each of three products
 

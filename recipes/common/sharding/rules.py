@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from recipes.common.runtime import UserError, describe
 from recipes.common.runtime.mesh import AXES, ORDER
 from recipes.common.sharding.abstract import AbstractModel, Tree
-from zoo.expert_strategies import STRATEGIES
-from zoo.sharding import AxisNames, Rules, optimizer_axes, optimizer_axis
+from zoo.core.sharding import AxisNames, Rules, optimizer_axes, optimizer_axis
+from zoo.experts.expert_strategies import STRATEGIES
 
 Weights = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # path → (shape, logical axes)
 

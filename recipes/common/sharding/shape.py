@@ -2,7 +2,7 @@
 
 Reports and plans compute with it alone, so they work for any model that names the dims of its
 variables as strategies.DECODER does, a user's too. "Numbers" are elements of arrays, of any dtype.
-A config says what no variable shows, such as windows, if it has the fields of zoo.config.Compute.
+A config says what no variable shows, such as windows, if it has the fields of zoo.core.config.Compute.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from flax import nnx
 
 from recipes.common.runtime import UserError
 from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
-from zoo.decoder import HEAD_PATH
-from zoo.sharding import AxisNames
-from zoo.strategies import (
+from zoo.core.decoder import HEAD_PATH
+from zoo.core.sharding import AxisNames
+from zoo.core.strategies import (
     DENSE_STACK,
     EXPERT,
     HEADS,
@@ -200,7 +200,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
     """The shape of a model.
 
     Args:
-      config: the model's; fields with the names and meanings of zoo.config.Compute count, and those
+      config: the model's; fields with the names and meanings of zoo.core.config.Compute count, and those
         of experts. Without such fields, all of a row is attended to and nothing is recomputed.
     """
     weights = _weights(model)

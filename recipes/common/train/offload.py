@@ -22,7 +22,7 @@ from recipes.common.sharding.abstract import nested
 from recipes.common.sharding.compiler_options import platform
 from recipes.common.sharding.host_memory import KIND, has_host_memory
 from recipes.common.train.update import apply_gradients, choose, reshard
-from zoo.strategies import VOCAB
+from zoo.core.strategies import VOCAB
 
 Space = jax.memory.Space
 

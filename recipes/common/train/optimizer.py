@@ -11,7 +11,7 @@ import optax.contrib
 from recipes.common.sharding import Layout, Tree
 from recipes.common.sharding.matrices import matrix_sides
 from recipes.common.train.muon import muon
-from zoo.strategies import EXPERT, HEAD_DIM, ROUTER
+from zoo.core.strategies import EXPERT, HEAD_DIM, ROUTER
 
 OPTIMIZERS = ("adamw", "lion", "sgd", "muon")
 

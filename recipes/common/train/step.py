@@ -14,7 +14,7 @@ from recipes.common.train.offload import Gradients, apply_offloaded
 from recipes.common.train.optimizer import LearningRate
 from recipes.common.train.state import abstract_state
 from recipes.common.train.update import all_finite, apply_gradients, choose
-from zoo.sharding import WeightAndSlot
+from zoo.core.sharding import WeightAndSlot
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # jit wants it hashable
@@ -161,7 +161,7 @@ def gradient_shardings(layout: Layout) -> Tree:
     """The shardings in which gradients are summed: those of the weights, or of the optimizer's state.
 
     The latter are those of stacked layers, and of everything in stages, through
-    zoo.sharding.WeightAndSlot. Other gradients are resharded once, by `apply_gradients`; those of
+    zoo.core.sharding.WeightAndSlot. Other gradients are resharded once, by `apply_gradients`; those of
     matmuls in low precision too, which sum them by themselves.
     """
     at_rest = shardings(layout.variables()["params"])

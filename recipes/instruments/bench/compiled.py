@@ -28,7 +28,7 @@ from recipes.instruments.bench.targets import (
 )
 from recipes.instruments.plan.targets import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import textbook
-from zoo.config import Compute
+from zoo.core.config import Compute
 from zoo.sizes import TRANSFORMER as SIZES
 
 ATTENTIVE = [

@@ -14,7 +14,7 @@ from recipes.instruments.bench.common import Step, Table, machine, make_step, nu
 from recipes.instruments.bench.targets import TPUS, check_targets
 from recipes.instruments.plan.targets import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import device_tokens, transfers
-from zoo.experts import EXPERT_REMAT
+from zoo.experts.mixture import EXPERT_REMAT
 from zoo.moe import Config, MoE
 from zoo.sizes import MOE as SIZES
 

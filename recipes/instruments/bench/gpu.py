@@ -31,9 +31,9 @@ from recipes.instruments.bench.row import (
     measure,
     run,
 )
-from zoo.kernels import KERNELS
+from zoo.core.stack import REMAT_POLICIES
+from zoo.kernels.choice import KERNELS
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.stack import REMAT_POLICIES
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 Guesses = tuple[list[dict[str, Any]], list[int]]  # settings of our step, batches of PyTorch's

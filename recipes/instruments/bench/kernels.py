@@ -1,6 +1,6 @@
 """Compares each attention kernel with a reference: values and gradients.
 
-The reference is the XLA attention of zoo/attention.py in float32 at the highest matmul precision,
+The reference is the XLA attention of zoo/core/attention.py in float32 at the highest matmul precision,
 on the host's CPU and the same inputs. On CPUs, Pallas interprets the kernels if it can.
 """
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.attention import attend
+from zoo.core.attention import attend
 
 
 class Shape(NamedTuple):

@@ -29,9 +29,9 @@ from recipes.instruments.bench.targets import (
 from recipes.instruments.plan.hardware import HARDWARE
 from recipes.instruments.plan.memory import kernel, memory_parts, on_host
 from recipes.instruments.plan.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
-from zoo.config import Compute
+from zoo.core.config import Compute
+from zoo.core.stack import REMAT_POLICIES
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.stack import REMAT_POLICIES
 from zoo.transformer import RULES
 
 Case = tuple[str, str, int]  # size, kind of chip, number of chips

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recipes.instruments.bench.common import random_rows, version
-from zoo.layers import rope_angles
+from zoo.core.layers import rope_angles
 from zoo.transformer import Config
 
 ATTENTION = ("flash", "cudnn")  # kernels of scaled_dot_product_attention
@@ -110,7 +110,7 @@ def model(config: Config, seq_len: int, bfloat16: bool = False):
     def norm():
         return torch.nn.RMSNorm(D, config.norm_eps) if grouped else torch.nn.LayerNorm(D)
 
-    def turn(x, angles):  # like zoo/layers.py's `rotate`
+    def turn(x, angles):  # like zoo/core/layers.py's `rotate`
         if angles is None:
             return x
         cos, sin = angles

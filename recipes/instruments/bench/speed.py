@@ -27,9 +27,9 @@ from recipes.instruments.bench.common import (
     numbers,
     one_of,
 )  # fmt: skip
-from zoo.attention import attend, make_positions
+from zoo.core.attention import attend, make_positions
+from zoo.core.stack import REMAT_POLICIES
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.stack import REMAT_POLICIES
 from zoo.transformer import RULES, Config, Layer, Transformer
 
 

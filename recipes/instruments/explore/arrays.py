@@ -13,7 +13,7 @@ from recipes.common import entries
 from recipes.common.sharding.abstract import AbstractModel
 from recipes.common.sharding.shape import Shape
 from recipes.instruments.plan import memory, textbook
-from zoo.sharding import AxisNames
+from zoo.core.sharding import AxisNames
 
 ROWS, LENGTH = 3, 16  # of the batch that `activations` traces
 Array = tuple[tuple[str | None, ...], tuple[int, ...]]  # (logical axes, shape)

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from zoo.sharding import AxisNames, optimizer_axis
+from zoo.core.sharding import AxisNames, optimizer_axis
 
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -16,7 +16,7 @@ from recipes.instruments.plan import memory, search, textbook
 from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.textbook import Transfer
-from zoo.strategies import EXPERT, HEADS, LAYERS
+from zoo.core.strategies import EXPERT, HEADS, LAYERS
 
 
 class Job(NamedTuple):

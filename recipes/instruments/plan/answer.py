@@ -12,7 +12,7 @@ from recipes.instruments.plan.calibration import FACTORS
 from recipes.instruments.plan.estimate import Estimate, estimate, with_second
 from recipes.instruments.plan.hardware import HARDWARE, Devices
 from recipes.instruments.plan.search import RULES_OUT, TIE, Plan, usable
-from zoo.pipeline import rounds
+from zoo.parallel.pipeline import rounds
 
 HEAD = ("mesh", "rules", "remat", "matmul", "accumulate", "memory", "host", "inside", "between",
         "bound by", "step", "per second", "MFU")  # fmt: skip

@@ -49,7 +49,7 @@ from recipes.instruments.plan.own_model import own_model
 from recipes.instruments.plan.search import Change, Job, Plan, cheapest_change, search
 from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
 from recipes.instruments.user_model import ModelFlags
-from zoo.config import Compute
+from zoo.core.config import Compute
 
 SAY_SECONDS = 30  # between lines while the compiler works
 

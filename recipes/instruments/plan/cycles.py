@@ -18,7 +18,7 @@ import numpy as np
 from recipes.common.report import hlo, program
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.instructions import executed, source, traffic
-from zoo.splash import may_see
+from zoo.kernels.splash import may_see
 
 # Kind of TPU → cores of a device that share an operation.
 CORES = {"v4": 2, "v5p": 2}

@@ -43,12 +43,12 @@ from recipes.instruments.plan.textbook import (
     optimizer_flops,
     transfers,
 )
-from zoo.kernels import block_of
-from zoo.pipeline import microbatches, rounds, ticks
-from zoo.sharding import device
-from zoo.slots import ROOM
-from zoo.splash import visited_blocks
-from zoo.strategies import RESIDUAL_SEQ
+from zoo.core.sharding import device
+from zoo.core.strategies import RESIDUAL_SEQ
+from zoo.experts.slots import ROOM
+from zoo.kernels.choice import block_of
+from zoo.kernels.splash import visited_blocks
+from zoo.parallel.pipeline import microbatches, rounds, ticks
 
 # Remat policy → whether a layer's matmuls run again in the backward pass. "none" repeats nothing,
 # and "dots" only attention.

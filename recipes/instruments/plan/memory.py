@@ -15,16 +15,16 @@ from recipes.common.sharding.shape import (
     LayerShape,
     RecurrenceShape,
 )
-from zoo.context import choose_exchange
-from zoo.expert_exchange import exchanges
-from zoo.expert_matmul import multiplies_groups
-from zoo.flash import TILE
-from zoo.pipeline import microbatches, rounds, ticks
-from zoo.sharding import optimizer_axes
-from zoo.slots import ROOM
-from zoo.splash import count_partial_gradients
-from zoo.strategies import EXPERT, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
-from zoo.vocabulary import positions_at_once
+from zoo.core.sharding import optimizer_axes
+from zoo.core.strategies import EXPERT, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
+from zoo.core.vocabulary import positions_at_once
+from zoo.experts.exchange import exchanges
+from zoo.experts.matmul import multiplies_groups
+from zoo.experts.slots import ROOM
+from zoo.kernels.flash import TILE
+from zoo.kernels.splash import count_partial_gradients
+from zoo.parallel.context import choose_exchange
+from zoo.parallel.pipeline import microbatches, rounds, ticks
 
 IN_FLIGHT = 5  # layers' inputs on the device, on their way to the host's memory or back
 

@@ -17,8 +17,8 @@ from recipes.common.sharding.rules import Rules, used_axes
 from recipes.common.sharding.shape import shape_of
 from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import USABLE, Devices
-from zoo.pipeline import rounds
-from zoo.strategies import RESIDUAL_SEQ, SEQ
+from zoo.core.strategies import RESIDUAL_SEQ, SEQ
+from zoo.parallel.pipeline import rounds
 
 TIE = 1.03  # a step that takes up to 3% longer is as good
 # Why candidates are left out, as printed; the first that applies counts.

@@ -1,0 +1,1 @@
+"""What every decoder runs. Imports no other room, except the kernels' table."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, the exchange of rows between devices, grouped matmuls."""

@@ -1,0 +1,1 @@
+"""What a field of a Config or a call turns on."""

@@ -1,0 +1,219 @@
+"""Generation with a cache of the keys and values of tokens that a model has read.
+
+Only `prefill` and `decode` of a model use this file, so a model can be copied and trained without it.
+
+Shapes: B batch, T positions, S slots of the cache, D embed, N heads, K kv heads, G = N/K, H head dim,
+V vocab or head dim of values, C latent, P rotary dim, L layers, R shards of B and T.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..kernels.choice import NOT_SEEN
+from ..core.layers import LowPrecisionWeight, dot, gather, soft_cap
+from ..core.sharding import auto, constrain, explicit, mesh_axes, reshape, shards
+from ..core.stack import fit_rules
+from ..core.vocabulary import Batch, unembed
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens that a model has read so far. L layers, S slots.
+
+    If only some layers have keys and values, L counts these; `states` has what the others keep.
+
+    Rows are left-padded: the newest token of every row is in slot `length` - 1.
+    """
+
+    k: jax.Array  # [L, B, S, K, H], rotated, in config.dtype; S has the logical axis `slots`
+    v: jax.Array  # likewise
+    first: jax.Array  # [B], int32: the slot of each row's first token
+    length: jax.Array  # int32: the number of filled slots
+    states: Any = None  # stack of other layers → their states, each [L, B, ...]
+
+    def seen(self, window: int | None) -> jax.Array:
+        """[B, S], bool: the slots that each row's next position attends to, besides itself."""
+        slots_S = jnp.arange(self.k.shape[2])
+        least = 0 if window is None else self.length + 1 - window
+        first_B1 = jnp.maximum(self.first, least)[:, None]
+        return (slots_S[None] >= first_B1) & (slots_S[None] < self.length)
+
+    def of_layer(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A layer's keys and values, each [B, S, K, H].
+
+        Layers index the full stack: slicing it for a scan of some layers would copy it.
+        """
+        take = functools.partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+        return take(self.k), take(self.v)
+
+    @property
+    def next_B1(self) -> jax.Array:
+        """The position of each row's next token in its sequence."""
+        return (self.length - self.first)[:, None]
+
+    def append(self, kv, states) -> "Cache":
+        """Returns the cache with one more token per row; a donated cache is updated in place."""
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
+        new_k, new_v = kv
+        k = in_slots(put, self.k)(self.k, new_k, self.length)
+        v = in_slots(put, self.v)(self.v, new_v, self.length)
+        return Cache(k, v, self.first, self.length + 1, states)
+
+
+@fit_rules
+def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
+    """A decoder's logits after left-padded prompts, [B, V], and a Cache of `slots` slots."""
+    T = tokens_BT.shape[1]
+    first_B = constrain(T - lengths_B, "batch")
+    positions_BT = constrain(jnp.arange(T)[None] - first_B[:, None], "batch", "seq")
+    segments_BT = (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
+    batch = Batch(tokens_BT, None, segments_BT)
+    positions = model.positions_of(batch, positions_BT=positions_BT, lengths_B1=lengths_B[:, None])
+    x_BTD, table_RVD, kv, states = run(model, tokens_BT, positions)
+    unchanged = (0, 0)
+    padding = (unchanged, unchanged, (0, slots - T), unchanged, unchanged)
+    pad = functools.partial(jnp.pad, pad_width=padding)
+    k, v = (in_slots(pad, x)(x) for x in kv)
+    logits_BV = next_logits(x_BTD, table_RVD, model.config)
+    return logits_BV, Cache(k, v, first_B, jnp.int32(T), states)
+
+
+@fit_rules
+def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
+    """A decoder's logits after one more token per row, [B, V], and the extended cache."""
+    next_B1 = cache.next_B1
+    tokens_B1 = tokens_B[:, None]
+    positions = model.positions_of(
+        Batch(tokens_B1, None, None), positions_BT=next_B1, cache=cache, lengths_B1=next_B1 + 1
+    )
+    x_B1D, table_RVD, kv, states = run(model, tokens_B1, positions)
+    return next_logits(x_B1D, table_RVD, model.config), cache.append(kv, states)
+
+
+def run(model, tokens_BT, positions) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """Returns the layers' output, normed, [B, T, D], the table to unembed it, [R, V, D], all layers'
+    keys and values, each [L, B, T, K, H], and the states of layers that have others, as in
+    Cache.states.
+    """
+    tables = model.tables()
+    x_BTD, first_kv = model.begin(tables, tokens_BT, positions)
+    x_BTD, kv, _ = model.run_layers(x_BTD, positions)
+    states = None
+    if model.config.period:
+        from .unlike_layers import keys_and_states
+
+        kv, states = keys_and_states(kv)
+    if first_kv is not None:
+        kv = jax.tree.map(lambda *x: jnp.concatenate(x), first_kv, kv)
+    return model.final_norm(x_BTD), tables[-1], kv, states
+
+
+def in_slots(function, x) -> Any:
+    """Gives the result of `function`, which JAX can't infer, x's sharding with dim 2 split over slots."""
+    if shards("slots") == shards("seq") == 1 or explicit("slots") is None:
+        return function
+    spec = jax.typeof(x).sharding.spec
+    spec = PartitionSpec(*spec[:2], mesh_axes("slots"), *spec[3:])
+    return jax.sharding.auto_axes(function, out_sharding=spec)
+
+
+def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
+    """Logits [B, V] in float32 of the token after each row's last position."""
+    B, T, D = x_BTD.shape
+    parts = shards("seq")
+    if parts == 1:
+        return unembed(gather(x_BTD)[:, -1:], table_RVD, config)[:, 0]
+    is_last_T = jnp.arange(T) == T - 1
+    x_B1D = jnp.where(is_last_T[None, :, None], x_BTD, 0).sum(axis=1, keepdims=True)
+    x_BPD = constrain(jnp.broadcast_to(x_B1D, (B, parts, D)), "batch", "seq", "act_embed")
+    logits_BPV = unembed(x_BPD, table_RVD, config)
+    return jnp.where((jnp.arange(parts) == 0)[None, :, None], logits_BPV, 0).sum(axis=1)
+
+
+def attend_absorbed(
+    attention, q_BTNH, turned_BTNP, latent_BT1C, key_BT1P, cache: Cache, layer, seen_BS
+) -> jax.Array:
+    """Latent attention (deepseek.py) of one new position, T = 1, to a cache. Returns [B, 1, N, V].
+
+    Keys and values are not expanded: queries are multiplied into the space of the latents, and
+    outputs come back from it. A cache of L layers has latents as `k`, [L, B, S, 1, C], and rotary
+    keys as `v`, [L, B, S, 1, P].
+    """
+    nope = q_BTNH.shape[-1]
+    up_CNH = constrain(dense_weight(attention, "kv_up").astype(q_BTNH.dtype), None, "heads", None)
+    latents, rotary_keys = cache.of_layer(layer)
+    q_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, up_CNH[..., :nope])
+    out_BTNC = attend_to_cache(
+        keys=((q_BTNC, latent_BT1C, latents), (turned_BTNP, key_BT1P, rotary_keys)),
+        values=(latent_BT1C, latents),
+        seen_BS=seen_BS,
+        root=attention.config.head_dim**0.5,
+        axes=(None, "heads", None),
+    )
+    return jnp.einsum("BTNC,CNV->BTNV", out_BTNC, up_CNH[..., nope:])
+
+
+def dense_weight(module, name: str) -> jax.Array:
+    """The module's weight of this name in use, with its adapter's product added if it has one."""
+    weight = getattr(module, name)
+    w = weight.dequantized() if isinstance(weight, LowPrecisionWeight) else weight[...]
+    if name in module.lora:
+        adapter = module.lora[name]
+        w = w + jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale
+    return w
+
+
+def attend_to_cache(
+    keys,
+    values,
+    seen_BS: jax.Array,
+    root: float,
+    cap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    axes: tuple = ("kv_heads", None, "head_dim"),
+) -> jax.Array:
+    """Attention of one new position (T = 1) to a layer's cache and itself. Returns [B, 1, N, H].
+
+    Devices that share out the slots exchange sums, not keys.
+
+    Args:
+      keys: (q [B, 1, N, H], its own k [B, 1, K, H], the cache's k [B, S, K, H]) for each part of the
+        head dim; scores are the sum of their products, divided by `root`.
+      values: (its own [B, 1, K, H], the cache's [B, S, K, H]).
+      axes: the logical axes of K, G and H, which are the cache's however heads are split.
+    """
+    B, T, N, _ = keys[0][0].shape
+    v_BTKH, v_BSKH = values
+    K = v_BTKH.shape[2]
+    split = ("batch", "seq", axes[0] or axes[1], axes[2])
+
+    def grouped(q_BTNH):
+        shape = (B, K, N // K, q_BTNH.shape[-1])
+        return reshape(constrain(q_BTNH, *split), shape, "batch", *axes)
+
+    dtype = keys[0][0].dtype
+    keys = [(grouped(q), own, past) for q, own, past in keys]
+    # The cache is the left operand: XLA's CPU backend would transpose a right one first.
+    scores_BKSG: Any = sum(dot("BSKH,BKGH->BKSG", past, q) for q, _, past in keys)
+    scores_BKGS = scores_BKSG.swapaxes(2, 3) / root
+    scores_BKGS = jnp.where(seen_BS[:, None, None], soft_cap(scores_BKGS, cap), NOT_SEEN)
+    own_BKG1: Any = sum(dot("BKGH,BTKH->BKGT", q, own) for q, own, _ in keys)
+    own_BKG1 = soft_cap(own_BKG1 / root, cap)
+    most_BKG1 = jnp.maximum(scores_BKGS.max(-1, keepdims=True), own_BKG1)
+    if sinks_N is not None:
+        sinks_KG = reshape(sinks_N.astype(jnp.float32), (K, N // K), *axes[:2])
+        sinks_1KG1 = sinks_KG[None, :, :, None]
+        most_BKG1 = jnp.maximum(most_BKG1, sinks_1KG1)
+    weights_BKGS = jnp.exp(scores_BKGS - most_BKG1)
+    own_BKG1 = jnp.exp(own_BKG1 - most_BKG1)
+    total_BKG1 = weights_BKGS.sum(-1, keepdims=True) + own_BKG1
+    if sinks_N is not None:
+        total_BKG1 += jnp.exp(sinks_1KG1 - most_BKG1)
+    total = auto(functools.partial(dot, "BKGS,BSKH->BKGH"), "batch", *axes)
+    out_BKGH = total(weights_BKGS.astype(v_BSKH.dtype), v_BSKH)
+    out_BKGH += own_BKG1 * v_BTKH.swapaxes(1, 2).astype(jnp.float32)
+    out_BTNH = reshape((out_BKGH / total_BKG1).astype(dtype), (B, T, N, -1), *split)
+    return constrain(out_BTNH, "batch", "seq", "heads", "head_dim")

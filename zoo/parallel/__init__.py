@@ -1,0 +1,1 @@
+"""What needs several devices: rows split along their positions, layers split into stages."""

@@ -1,0 +1,1 @@
+"""Parts of one or two entries."""

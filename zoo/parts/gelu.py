@@ -1,0 +1,55 @@
+"""Parts of layers of GPT-2, BERT, ViT and towers: an MLP with GELU, and LayerNorm.
+
+Shapes: B batch, T positions, D embed, F mlp.
+"""
+
+import functools
+
+import jax
+from flax import nnx
+
+from ..core.layers import adapters, add_bias, gather, project
+from ..core.sharding import param
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """CLIP's approximation of GELU: x · sigmoid(1.702 x)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+GELU = {  # name → function (Hendrycks & Gimpel 2016)
+    "exact": functools.partial(jax.nn.gelu, approximate=False),
+    "tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "quick": quick_gelu,
+}
+
+
+class GeluMLP(nnx.Module):
+    """gelu(x · up + up_bias) · down + down_bias; costs as much communication as GatedMLP.
+
+    Args:
+      activation: a key of GELU.
+    """
+
+    def __init__(self, config, activation: str, *, rngs: nnx.Rngs):
+        D = config.embed
+        F = config.mlp
+        self.activation = GELU[activation]
+        self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.up_bias = param(rngs, (F,), ("mlp",), 0.0)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
+        self.down_bias = param(rngs, (D,), ("norm",), 0.0)
+        self.lora = adapters(self, config, rngs, up=1, down=1)
+
+    def __call__(self, x_BTD):
+        hidden_BTF = add_bias(project(self, "up", gather(x_BTD, self.up)), self.up_bias)
+        out_BTD = project(self, "down", self.activation(hidden_BTF), seq="residual_seq")
+        return add_bias(out_BTD, self.down_bias)
+
+
+def layer_norm(dim: int, eps: float, dtype: str, use_bias: bool = True) -> nnx.LayerNorm:
+    """LayerNorm (Ba et al. 2016), computed in float32; returns `dtype`."""
+    names = {"out_sharding": ("norm",), "eager_sharding": False}
+    metadata = {"scale_metadata": names, "bias_metadata": names}
+    options = {"dtype": dtype, "use_fast_variance": False, "rngs": nnx.Rngs(0)}
+    return nnx.LayerNorm(dim, epsilon=eps, use_bias=use_bias, **metadata, **options)

@@ -1,0 +1,283 @@
+"""Gated delta networks (Yang et al. 2024): layers with a state that travels along a sequence.
+
+Each head keeps a matrix S, which maps keys to values. A position decays S, moves the value that S
+holds for its key towards its own, and reads S with its query:
+
+    S ← decay · S;   S ← S + k · (write · (v - Sᵀk))ᵀ;   out = Sᵀq
+
+The state's size doesn't depend on T. A segment starts from a state of zeros. delta_rule.py computes
+positions in chunks; delta_context.py is for positions on several devices.
+
+Shapes: B batch, T positions, D embed, N heads of values, G heads of queries and keys, K key dim of a
+head, V value dim of a head, W width of the convolution, F channels of it.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .delta_rule import CHUNK, chunk, run
+from ..core.layers import RMSNorm, adapters, gather, multiply, project
+from ..core.sharding import constrain, explicit, mesh_axes, param, per_device, shards, variable
+
+GROUP = 512  # positions computed at once: the backward pass keeps one group's intermediates
+
+
+class Recurrence(NamedTuple):
+    """What a recurrence computes and keeps, in numbers: elements of arrays."""
+
+    work: int  # multiplications per position of the recurrence itself
+    width: int  # numbers per position that its derivative needs; rules split them as heads
+    chunks: int  # float32 numbers per position at work in its derivative; likewise
+    group: int  # positions of a row at work at once
+    state: int  # numbers per row that it carries along T; rules split them as heads
+    erase: int  # numbers per row of the matrix that a part of T multiplies the state with; likewise
+    halo: int  # numbers per row of the positions before a part of T that it also needs
+
+
+class GatedDelta(nnx.Module):
+    """A gated delta network with a short causal convolution before it (`config.conv_width`).
+
+    Tensor parallelism splits the heads and the convolution's channels; the output then costs one
+    all-reduce. Context parallelism sends a state's size per head, and W - 1 positions.
+    """
+
+    def __init__(self, config, *, rngs: nnx.Rngs):
+        D, N, G = config.embed, config.delta_heads, config.delta_key_heads
+        K, V, W = config.delta_key_dim, config.delta_value_dim, config.conv_width
+        keys = ("key_heads", "head_dim")
+        values = ("heads", "head_dim")
+        self.config = config
+        self.q = param(rngs, (D, G, K), ("embed", *keys), D**-0.5)
+        self.k = param(rngs, (D, G, K), ("embed", *keys), D**-0.5)
+        self.v = param(rngs, (D, N, V), ("embed", *values), D**-0.5)
+        self.gate = param(rngs, (D, N, V), ("embed", *values), D**-0.5)
+        self.decay = param(rngs, (D, N), ("embed", "heads"), D**-0.5)
+        self.write = param(rngs, (D, N), ("embed", "heads"), D**-0.5)
+        self.q_kernel = param(rngs, (W, G, K), ("conv_width", *keys), W**-0.5)
+        self.k_kernel = param(rngs, (W, G, K), ("conv_width", *keys), W**-0.5)
+        self.v_kernel = param(rngs, (W, N, V), ("conv_width", *values), W**-0.5)
+        uniform = functools.partial(jax.random.uniform, shape=(N,))
+        # A position decays the state by exp(-rate · softplus(bias + decay(x))), slowly at first.
+        rate_N = uniform(rngs.params(), minval=0.01, maxval=16.0)
+        step_N = jnp.exp(uniform(rngs.params(), minval=math.log(1e-3), maxval=math.log(0.1)))
+        self.log_rate = variable(jnp.log(rate_N), ("heads",))
+        self.decay_bias = variable(jnp.log(jnp.expm1(step_N)), ("heads",))
+        self.norm = RMSNorm(V, config.norm_eps)
+        self.o = param(rngs, (N, V, D), (*values, "embed"), (N * V * 2 * config.num_layers) ** -0.5)
+        self.lora = adapters(self, config, rngs, q=1, k=1, v=1, gate=1, o=2)
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """Costs that the weights' shapes don't show."""
+        N, G = self.config.delta_heads, self.config.delta_key_heads
+        K, V = self.config.delta_key_dim, self.config.delta_value_dim
+        channels = 2 * G * K + N * V
+        within = CHUNK * (3 * K + 2 * V) + 2 * math.ceil(math.log2(CHUNK)) * CHUNK**2
+        # In float32: q, k, v and what `Chunks` has of a head; states; products of pairs, of which TPUs
+        # pad rows of 64 to 128.
+        values = 6 * K + 5 * V + K * V // CHUNK + 5 * max(CHUNK, 128)
+        return Recurrence(
+            work=N * (within + 3 * K * V),
+            width=channels + 2 * N * V,
+            chunks=2 * N * values,  # with their gradients
+            group=GROUP,
+            state=N * K * V,
+            erase=N * K * K,
+            halo=(self.config.conv_width - 1) * channels,
+        )
+
+    def __call__(self, x_BTD, positions, kind, past=None):
+        """Returns (output to add to the residual, (state, last inputs of the convolution)).
+
+        Args:
+          past: the layer's state [B, N, K, V] and inputs [B, W - 1, F] in the cache; None: none.
+        """
+        dtype = x_BTD.dtype
+        x_BTD = gather(x_BTD, self.q)
+        q_BTGK, k_BTGK = (project(self, name, x_BTD) for name in ("q", "k"))
+        kernels = self.q_kernel[...], self.k_kernel[...], self.v_kernel[...]
+        key_heads = "key_heads"
+        if mesh_axes("heads") != mesh_axes("key_heads"):
+            # Give each device the keys of its own values, repeated no more than that takes.
+            G = self.config.delta_key_heads
+            repeat = functools.partial(repeat_heads, times=math.lcm(G, shards("heads")) // G)
+            q_BTGK, k_BTGK = (repeat(x, "batch", "seq") for x in (q_BTGK, k_BTGK))
+            kernels = *(repeat(kernel, None) for kernel in kernels[:2]), kernels[2]
+            key_heads = "heads"
+        # In float32 whatever the compute dtype is: a decay multiplies the state over and over.
+        a_BTN = multiply(x_BTD, self.decay).astype(jnp.float32) + self.decay_bias[...][None, None]
+        log_decay_BTN = -jnp.exp(self.log_rate[...])[None, None] * jax.nn.softplus(a_BTN)
+        write_BTN = jax.nn.sigmoid(multiply(x_BTD, self.write).astype(jnp.float32))
+        state, inputs = past or (None, None)
+        arrays = Arrays(
+            q=q_BTGK,
+            k=k_BTGK,
+            v=project(self, "v", x_BTD),
+            log_decay=log_decay_BTN,
+            write=write_BTN,
+            q_kernel=kernels[0],
+            k_kernel=kernels[1],
+            v_kernel=kernels[2],
+            ids=positions.segment_ids_BT,
+            state=state,
+            inputs=inputs,
+        )
+        axes = axes_of_arrays(key_heads)
+        seq = mesh_axes("seq", manual=True)
+        results = per_device(
+            lambda *arrays: on_device(Arrays(*arrays), seq, positions.generates),
+            arrays,
+            axes,
+            [axes.v, axes.state, axes.inputs] if positions.generates else [axes.v],
+            check_vma=False,
+        )
+        out_BTNV = self.norm(results[0].astype(dtype))
+        out_BTNV = out_BTNV * jax.nn.silu(project(self, "gate", x_BTD))
+        out_BTNV = constrain(out_BTNV, "batch", "seq", "heads", "head_dim")
+        return project(self, "o", out_BTNV, contract=2, seq="residual_seq"), tuple(results[1:])
+
+
+def repeat_heads(x, *axes, times: int) -> jax.Array:
+    """[..., G, K] → [..., G · times, K], split as `heads`; axes: of the dims before G."""
+    split = (*axes, "key_heads", None)
+    repeated = jnp.repeat(constrain(x, *split), times, axis=-2, out_sharding=explicit(*split))
+    return constrain(repeated, *axes, "heads", None)
+
+
+class Arrays(NamedTuple):
+    """The inputs of `on_device`, arrays or their logical axes."""
+
+    q: Any  # [B, T, G, K]
+    k: Any  # [B, T, G, K]
+    v: Any  # [B, T, N, V]
+    log_decay: Any  # [B, T, N], at least float32
+    write: Any  # likewise
+    q_kernel: Any  # [W, G, K], of the convolution
+    k_kernel: Any  # [W, G, K]
+    v_kernel: Any  # [W, N, V]
+    ids: Any  # [B, T], int: segments; None: one per row
+    state: Any = None  # [B, N, K, V], from a cache
+    inputs: Any = None  # [B, W - 1, F], likewise: of the convolution
+
+
+def axes_of_arrays(key_heads: str) -> Arrays:
+    """The logical axes of Arrays; key_heads: of G."""
+    keys = ("batch", "seq", key_heads, None)
+    values = ("batch", "seq", "heads", None)
+    key_kernel = (None, key_heads, None)
+    return Arrays(
+        q=keys,
+        k=keys,
+        v=values,
+        log_decay=values[:3],
+        write=values[:3],
+        q_kernel=key_kernel,
+        k_kernel=key_kernel,
+        v_kernel=(None, "heads", None),
+        ids=("batch", "seq"),
+        state=("batch", "heads", None, None),
+        inputs=("batch", None, "heads"),
+    )
+
+
+def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False) -> list:
+    """One device's part of a GatedDelta, from its projections to [outputs], [B, T, N, V], float32;
+    if it `generates`, also the last state and the last inputs of the convolution.
+
+    Args:
+      seq: the mesh axes that split T.
+    """
+    q, k, v, log_decay, write, *kernels, ids_BT, state, inputs = arrays
+    B, T, N, V = v.shape
+    K = k.shape[3]
+    is_split = bool(seq) and jax.lax.axis_size(seq) > 1
+    kernel_WF = jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=-1)
+    x_BTF = jnp.concatenate([x.reshape(B, T, -1) for x in (q, k, v)], axis=-1)
+    width = len(kernel_WF) - 1
+    if ids_BT is None:
+        ids_BT = jnp.zeros((B, T), jnp.int32)
+    if inputs is None:
+        inputs = jnp.zeros((B, width, x_BTF.shape[-1]), x_BTF.dtype)
+    ids_before = jnp.broadcast_to(ids_BT[:, :1], (B, width))
+    if state is None:
+        state = jnp.zeros((B, N, K, V), log_decay.dtype)
+    if is_split:
+        from .delta_context import apply_incoming, from_last, halo, identity
+
+        inputs, ids_before = halo((x_BTF, ids_BT), width, seq)
+        state = identity(state)
+    groups = math.ceil(T / GROUP)
+
+    def split(x, mode="constant"):  # [B, T, ...] → [groups, B, positions of a group, ...]
+        x = jnp.pad(x, ((0, 0), (0, -T % groups), *[(0, 0)] * (x.ndim - 2)), mode=mode)
+        return x.reshape(B, groups, -1, *x.shape[2:]).swapaxes(0, 1)
+
+    group = functools.partial(run_group, kernel_WF, q.shape[2:], v.shape[2:])
+    if groups > 1:
+        group = jax.checkpoint(group, prevent_cse=False)
+    by_group = (*map(split, (x_BTF, log_decay, write)), split(ids_BT, "edge"))
+    (state, *_), out = jax.lax.scan(group, (state, inputs, ids_before), by_group)
+    out = out.swapaxes(0, 1).reshape(B, -1, *out.shape[3:])[:, :T]
+    if is_split:
+        state, out = apply_incoming(state, out, seq)
+    outputs = [out]
+    if generates:
+        x = jnp.concatenate((inputs, x_BTF), axis=1)
+        ids = jnp.concatenate((ids_before, ids_BT), axis=1)
+        ids, x = ids[:, -width:], x[:, -width:]
+        last = jnp.where((ids == ids[:, -1:])[..., None], x, 0)
+        if is_split:
+            state, last = (from_last(x, seq) for x in (state, last))
+        outputs += [state, last]
+    return outputs
+
+
+def run_group(kernel_WF, keys: tuple, values: tuple, past, positions):
+    """Positions computed at once: (the new `past`, outputs).
+
+    Args:
+      keys: (G, K); values: (N, V).
+      past: the state, and the inputs of the convolution before these positions with their ids.
+      positions: inputs of the convolution, logarithms of decays, writes and ids.
+    """
+    (G, K), (N, V) = keys, values
+    state, inputs, ids_before = past
+    x_BTF, log_decay, write, ids_BT = positions
+    width = len(kernel_WF) - 1
+    x = jnp.concatenate((inputs, x_BTF), axis=1)
+    ids = jnp.concatenate((ids_before, ids_BT), axis=1)
+    mixed_BTF = jax.nn.silu(convolve(x, kernel_WF, ids))
+    q, k, v = jnp.split(mixed_BTF, (G * K, 2 * G * K), axis=-1)
+    q, k = (unit(x.reshape(*x.shape[:2], G, K)) for x in (q, k))
+    q, k = (jnp.repeat(x, N // G, axis=2) for x in (q, k))
+    v = v.reshape(*v.shape[:2], N, V)
+    starts_BT = ids_BT != ids[:, width - 1 : -1]
+    chunks = chunk(q * K**-0.5, k, v, log_decay, write, starts_BT)
+    state, out = run(chunks, state)
+    return (state, x[:, -width:], ids[:, -width:]), out[:, : starts_BT.shape[1]]
+
+
+def convolve(x_BSF, kernel_WF, ids_BS) -> jax.Array:
+    """A causal convolution of each channel within its segment: [B, T, F], in the kernel's dtype.
+
+    x and ids have the W - 1 positions before the first one too: S = W - 1 + T.
+    """
+    W = len(kernel_WF)
+    T = x_BSF.shape[1] - W + 1
+    own_BT = ids_BS[:, W - 1 :]
+    x_BSF = x_BSF.astype(kernel_WF.dtype)
+    total_BTF = jnp.zeros_like(x_BSF[:, W - 1 :])
+    for w in range(W):
+        same_BT1 = (ids_BS[:, w : w + T] == own_BT)[..., None]
+        total_BTF += jnp.where(same_BT1, x_BSF[:, w : w + T], 0) * kernel_WF[w][None, None]
+    return total_BTF
+
+
+def unit(x, eps: float = 1e-6):
+    """Returns x / |x| over the last dim."""
+    return x * jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + eps)
