@@ -30,7 +30,7 @@ from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.transformer import Config
+from zoo.llama_relatives import Config
 
 # The flags of the student: how to compute it, and its adapters. --set reaches the others.
 MODEL = language.model_flags(Config, DECODER, (), Config.REMAT)

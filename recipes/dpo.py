@@ -29,7 +29,7 @@ from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
-from zoo.transformer import Config
+from zoo.llama_relatives import Config
 
 START = "transformer.stdlib_3m"  # where the bare command starts
 

@@ -39,6 +39,7 @@ from recipes.common.runtime.terminal import ask, show
 from recipes.common.sharding import Layout
 from recipes.common.sharding.rules import select
 from recipes.common.storage import folders
+from zoo.core.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def main(devices: Devices, flags: Generate) -> None:
             raise UserError(f"--{name}={value} must be ≥ 0, or -1 for the model's own; try 0.9")
     source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)
     model = entries.model(source.metadata["entry"])
-    if not hasattr(model, "decode") or not checkpoint.config_of(source).causal:
+    if not issubclass(model, Decoder) or not checkpoint.config_of(source).causal:
         raise UserError(
             f"--restore_from={flags.restore_from} is a {source.metadata['entry']!r} model, which "
             "generates no text; use a language model"

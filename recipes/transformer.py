@@ -13,8 +13,8 @@ from recipes.common import language
 from recipes.common.language import DECODER, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
+from zoo.llama_relatives import Config
 from zoo.sizes import TRANSFORMER
-from zoo.transformer import Config
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
 MODEL = language.model_flags(Config, DECODER, TRANSFORMER, Config.REMAT)

@@ -264,7 +264,7 @@ def inside(monkeypatch, capfd):
 def book(tmp_path_factory):
     """A small text that keeps evaluation short: the Transformer's file and its longest parts."""
     path = tmp_path_factory.mktemp("text") / "book.txt"
-    chapters = ("transformer", "attention", "layers")
+    chapters = ("transformer", "core/attention", "core/layers")
     path.write_text("".join((ROOT / "zoo" / f"{name}.py").read_text() for name in chapters))
     return f"--dataset={path}"
 

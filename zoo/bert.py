@@ -20,22 +20,26 @@ RULES, at the end of this file, shard it on a mesh; transformer.py shows how.
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .core.attention import Attention, make_positions, stripe
+from .parts.general_attention import GeneralAttention
 from .parts.classes import class_loss, dense, pool, unit
-from .core.config import Compute
+from .options.compute_options import ComputeOptions
 from .core.decoder import Decoder
 from .parts.gelu import GeluMLP, layer_norm
-from .core.layers import GatedMLP, Kind, add_bias, add_output, apply_norm, gather, multiply
+from .core.config import bounded, one_of
+from .core.layers import (
+    AttentionType, GatedMLP, add_bias, add_output, apply_norm, gather_positions, multiply,
+)  # fmt: skip
+from .options import dense_first
 from .core.sharding import Rules, complete_tables, constrain, param, shards, zeros
-from .core.stack import fit_rules, stack, weights_in_use
-from .core.strategies import DECODER, DENSE_STACK, decoder_rules
-from .core.vocabulary import copies_in_use, look_up, unembed, vocabulary
+from .core.stack import fit_rules
+from .core.strategies import DECODER, decoder_rules
+from .core.vocabulary import Batch, look_up, table_copies, unembed, vocabulary
 
 
 TASKS = ("fill", "embed", "classify")
@@ -43,7 +47,7 @@ POOLINGS = ("cls", "mean", "pooler")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
+class Config(ComputeOptions):
     """The architecture. transformer.Config explains the fields without a comment."""
 
     vocab_size: int
@@ -51,26 +55,28 @@ class Config(Compute):
     num_layers: int
     num_heads: int
     mlp: int  # F, hidden width of the MLP
-    max_positions: int = 512  # P, most tokens of a row; 0: no learned positions
-    token_types: int = 2  # kinds of tokens, such as those of a first and a second text; 0: none
+    max_positions: int = bounded(512, least=0)  # P, most tokens of a row; 0: no learned positions
+    token_types: int = bounded(
+        2, least=0
+    )  # kinds of tokens, such as those of a first and a second text; 0: none
     norm_eps: float = 1e-12
-    layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)
+    layer_kinds: tuple[AttentionType, ...] = (AttentionType(window=None, rope_theta=None),)
     modern: bool = False  # norms come first, MLPs are gated, no biases: ModernBERT
-    task: str = "fill"  # what the head is for: fill (masked tokens), embed (no head) or classify
-    pooling: str = "cls"  # a text's vector: cls (its first position), mean, or pooler (BERT's own)
+    task: str = one_of(
+        "fill", TASKS
+    )  # what the head is for: fill (masked tokens), embed (no head) or classify
+    pooling: str = one_of(
+        "cls", POOLINGS
+    )  # a text's vector: cls (its first position), mean, or pooler (BERT's own)
     normalize: bool = False  # whether vectors of texts have length 1
     labels: tuple[str, ...] = ()  # names of the classes
 
     tie_embeddings = True
     causal = False
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = (*Compute.MAY_BE_ZERO, "max_positions", "token_types")
 
     def __post_init__(self):
         if self.embed % self.num_heads:
             raise ValueError(f"embed={self.embed} is not divisible by num_heads={self.num_heads}")
-        for name, valid in (("task", TASKS), ("pooling", POOLINGS)):
-            if vars(self)[name] not in valid:
-                raise ValueError(f"{name}={vars(self)[name]!r} is not one of {', '.join(valid)}")
         super().__post_init__()
 
     @property
@@ -122,8 +128,8 @@ class Config(Compute):
         """A ModernBERT. One layer of three sees the whole row, the others `window` - 1 positions to
         each side.
         """
-        local = Kind(window=window, rope_theta=10_000.0)
-        kinds = (Kind(window=None, rope_theta=160_000.0), local, local)
+        local = AttentionType(window=window, rope_theta=10_000.0)
+        kinds = (AttentionType(window=None, rope_theta=160_000.0), local, local)
         return cls(
             *sizes, num_heads=num_heads, mlp=mlp, max_positions=0, token_types=0, norm_eps=1e-5,
             layer_kinds=kinds, modern=True,
@@ -147,7 +153,7 @@ AXES = dataclasses.replace(
         "positions": "both",  # P
         "token_types": "both",
         "classes": "both",  # K
-        DENSE_STACK: "stack",  # the first layer of ModernBERT
+        dense_first.DENSE_STACK: "stack",  # the first layer of ModernBERT
     },
 )
 
@@ -167,7 +173,7 @@ class Layer(nnx.Module):
     def __init__(self, config: Config, dense: bool = False, *, rngs: nnx.Rngs):
         biases = () if config.modern else ("q", "k", "v", "o")
         self.attention_norm = None if dense else norm(config)
-        self.attention = Attention(config, biases=biases, rngs=rngs)
+        self.attention = GeneralAttention(config, biases=biases, rngs=rngs)
         self.mlp_norm = norm(config)
         if config.modern:
             gelu = functools.partial(jax.nn.gelu, approximate=False)
@@ -176,13 +182,13 @@ class Layer(nnx.Module):
             self.mlp = GeluMLP(config, activation="exact", rngs=rngs)
         self.norms_first = config.modern
 
-    def __call__(self, x_BTD, positions, kind, past=None):
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
         if self.norms_first:
             normed_BTD = apply_norm(self.attention_norm, x_BTD)
-            out_BTD, kv = self.attention(normed_BTD, positions, kind, past)
+            out_BTD, kv = self.attention(normed_BTD, inputs, kind, cache_index)
             x_BTD = add_output(x_BTD, out_BTD)
             return add_output(x_BTD, self.mlp(self.mlp_norm(x_BTD))), kv, {}
-        out_BTD, kv = self.attention(x_BTD, positions, kind, past)
+        out_BTD, kv = self.attention(x_BTD, inputs, kind, cache_index)
         x_BTD = apply_norm(self.attention_norm, add_output(x_BTD, out_BTD))
         x_BTD = self.mlp_norm(add_output(x_BTD, self.mlp(x_BTD)))
         # Rules may split biases; the residual stream stays whole.
@@ -200,8 +206,9 @@ class Head(nnx.Module):
         self.norm = norm(config)
 
     def __call__(self, x_BTD):
-        dense = weights_in_use(self.dense, AXES.in_use, self.config)
-        x_BTD = add_bias(multiply(gather(x_BTD), dense, seq="residual_seq"), self.bias)
+        dense = self.config.use_weights(self.dense, AXES)
+        x_BTD = gather_positions(x_BTD)
+        x_BTD = add_bias(multiply(x_BTD, dense, seq="residual_seq"), self.bias)
         x_BTD = self.norm(jax.nn.gelu(x_BTD, approximate=False))
         return constrain(x_BTD, "batch", "residual_seq", "act_embed")
 
@@ -213,6 +220,9 @@ class Bert(Decoder):
     """
 
     axes = AXES
+    make_layers = dense_first.make_layers
+    begin = dense_first.begin
+    run_layers = dense_first.run_layers
     head: Any  # None without a task that needs it, as the others
     pooler_bias: Any
     classifier: Any
@@ -226,11 +236,7 @@ class Bert(Decoder):
         self.positions = table((P, D), ("positions", "embed")) if P else None
         self.token_types = table((K, D), ("token_types", "embed")) if K else None
         self.embed_norm = norm(config)
-        first = config.dense_layers
-        layer = functools.partial(Layer, config)
-        if first:
-            self.dense = stack(functools.partial(layer, dense=True), first, rngs, axis=DENSE_STACK)
-        self.layers = stack(layer, config.num_layers - first, rngs)
+        self.make_layers(Layer, rngs)
         self.output_norm = norm(config) if config.modern else None
         fills, classifies = config.task == "fill", config.task == "classify"
         # ModernBERT classifies with the head that fills masks in, other models with the pooler.
@@ -255,14 +261,14 @@ class Bert(Decoder):
           types_BT: int, below token_types; None: 0.
         """
         x_BTD = self.head(self.run(tokens_BT, segment_ids_BT, types_BT))
-        x_BTD = stripe(self.config, gather(x_BTD), "act_embed", back=True)
+        x_BTD = self.in_order(gather_positions(x_BTD), "act_embed")
         return unembed(x_BTD, self.tables()[-1], self.config, self.bias_copies())
 
     @fit_rules
     def encode(self, tokens_BT, segment_ids_BT=None, types_BT=None) -> jax.Array:
         """Returns the representation of each position, [B, T, D]; arguments as in `__call__`."""
         x_BTD = self.run(tokens_BT, segment_ids_BT, types_BT)
-        return stripe(self.config, gather(x_BTD), "act_embed", back=True)
+        return self.in_order(gather_positions(x_BTD), "act_embed")
 
     @fit_rules
     def pool(self, tokens_BT, segment_ids_BT=None, types_BT=None) -> jax.Array:
@@ -295,25 +301,27 @@ class Bert(Decoder):
 
     def run(self, tokens_BT, segment_ids_BT, types_BT) -> jax.Array:
         """The layers' output, [B, T, D], with T in the order that it has on the devices."""
-        tokens_BT, segment_ids_BT, types_BT = (
-            stripe(self.config, x_BT) for x_BT in (tokens_BT, segment_ids_BT, types_BT)
-        )
-        positions = make_positions(self.config, tokens_BT, segment_ids_BT)
-        x_BTD, _ = self.begin(self.tables(), tokens_BT, positions, types_BT=types_BT)
-        return apply_norm(self.output_norm, self.run_layers(x_BTD, positions)[0])
+        batch = self.on_devices(Batch(tokens_BT, None, segment_ids_BT))
+        types_BT = self.config.row_layout(tokens_BT.shape[1]).reorder(types_BT)
+        inputs = self.inputs_of(batch)
+        x_BTD, _ = self.begin(self.tables(), batch.tokens, inputs, types_BT=types_BT)
+        return apply_norm(self.output_norm, self.run_layers(x_BTD, inputs)[0])
 
-    def embed_tokens(self, tables, tokens_BT, positions, types_BT=None):
+    def bias_copies(self) -> jax.Array | None:
+        return self.unembed_bias and table_copies(self.unembed_bias, "float32")
+
+    def embed_tokens(self, tables, tokens_BT, inputs, types_BT=None):
         """The normed sum of the embeddings of tokens, positions and types: [B, T, D]."""
         T, P = tokens_BT.shape[1], self.config.max_positions
         x_BTD = look_up(tables[0], tokens_BT)
         if self.positions is not None:
             if T > P:
                 raise ValueError(f"a row has {T} tokens, and the model has learned {P} positions")
-            number_BT = jnp.broadcast_to(positions.numbers_BT, tokens_BT.shape)
-            x_BTD += look_up(copies_in_use(self.positions, self.config), number_BT)
+            number_BT = jnp.broadcast_to(inputs.positions_BT, tokens_BT.shape)
+            x_BTD += look_up(self.config.use_table(self.positions), number_BT)
         if self.token_types is not None:
             types_BT = jnp.zeros_like(tokens_BT) if types_BT is None else types_BT
-            x_BTD += look_up(copies_in_use(self.token_types, self.config), types_BT)
+            x_BTD += look_up(self.config.use_table(self.token_types), types_BT)
         return constrain(self.embed_norm(x_BTD), "batch", "residual_seq", "act_embed")
 
     def final_norm(self, x_BTD) -> jax.Array:

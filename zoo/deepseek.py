@@ -22,22 +22,23 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from .core.attention import attend
-from .core.config import Compute
+from .options.compute_options import ComputeOptions
 from .core.decoder import Decoder
 from .experts.mixture import (
     EXPERT_REMAT, check_experts, check_groups, even_load, feed_forward, make_experts,
 )  # fmt: skip
+from .core.config import bounded, factor, one_of
 from .core.layers import (
-    GatedMLP, Kind, RMSNorm, RopeScaling, adapters, add_output, gather, project, rotate,
+    AttentionType, GatedMLP, RMSNorm, RopeScaling, add_output, multiply, sublayer_input,
 )  # fmt: skip
+from .options import dense_first, mtp
 from .options.rope_scaling import Yarn
 from .core.sharding import Rules, complete_tables, constrain, explicit, param
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
+class Config(ComputeOptions):
     """The architecture. moe.Config explains the fields without a comment."""
 
     vocab_size: int
@@ -52,18 +53,18 @@ class Config(Compute):
     num_experts: int  # E
     experts_per_token: int
     shared_experts: int = 1  # that every position goes through, computed as one
-    q_latent: int = 0  # low rank of the queries' projection; 0: one matrix
-    dense_layers: int = 0  # the first ones, which have an MLP in place of experts
-    dense_mlp: int = 0  # hidden width of that MLP
+    q_latent: int = bounded(0, least=0)  # low rank of the queries' projection; 0: one matrix
+    dense_layers: int = bounded(0, least=0)  # the first ones, which have an MLP in place of experts
+    dense_mlp: int = bounded(0, least=0)  # hidden width of that MLP
     sigmoid: bool = True  # V3's router, with biases; V2's has a softmax and none
     groups: int = 1  # G; a position's experts are in its `top_groups` best groups
     top_groups: int = 1
     normalize: bool = True
-    route_scale: float = 1.0  # of the sum of a position's experts
+    route_scale: float = factor(1.0)  # of the sum of a position's experts
     capacity: float | None = 1.25  # slots of an expert, as in moe.Config; published: None
     balance_weight: float = 1e-4
     balance_rate: float = 1e-3
-    mtp_depth: int = 0  # layers that predict the second-next token, 0 or 1
+    mtp_depth: int = one_of(0, (0, 1))  # layers that predict the second-next token, 0 or 1
     mtp_weight: float = 0.3  # weight of the second-next token's loss
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
@@ -74,8 +75,10 @@ class Config(Compute):
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "q_down", "q_up", "kv_down", "kv_up", "o")
 
+    remat: str = one_of("full", EXPERT_REMAT)
+
     REMAT = EXPERT_REMAT
-    MAY_BE_ZERO = (*Compute.MAY_BE_ZERO, "q_latent", "dense_layers", "dense_mlp")
+    ROTARY = "rope_dim"
 
     @property
     def num_kv_heads(self) -> int:
@@ -177,10 +180,10 @@ class Layer(nnx.Module):
         self.mlp_gate = None
         self.experts = None if dense else make_experts(config, config.sigmoid, rngs=rngs)
 
-    def __call__(self, x_BTD, positions, kind, past=None):
-        out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), inputs, kind, cache_index)
         x_BTD = add_output(x_BTD, out_BTD)
-        out_BTD, metrics = feed_forward(self, self.mlp_norm(x_BTD), positions)
+        out_BTD, metrics = feed_forward(self, self.mlp_norm(x_BTD), inputs)
         return add_output(x_BTD, out_BTD), kv, metrics
 
 
@@ -190,14 +193,16 @@ class DeepSeek(Decoder):
     """
 
     axes = AXES
+    make_layers = dense_first.make_layers
+    begin = dense_first.begin
+    run_layers = dense_first.run_layers
+    objective = mtp.objective
+    mtp: mtp.MTPHead | None
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)
-        if config.mtp_depth:
-            from .options.mtp import MTPHead
-
-            norm = functools.partial(RMSNorm, eps=config.norm_eps)
-            self.mtp = MTPHead(config, Layer, norm, rngs=rngs)
+        norm = functools.partial(RMSNorm, eps=config.norm_eps)
+        self.mtp = mtp.MTPHead(config, Layer, norm, rngs=rngs) if config.mtp_depth else None
 
     @property
     def costs(self) -> dict[str, float]:
@@ -233,45 +238,37 @@ class LatentAttention(nnx.Module):
         out_stddev = (N * V * 2 * config.num_layers) ** -0.5
         self.o = param(rngs, (N, V, D), ("heads", "head_dim", "embed"), out_stddev)
         inner = {"q_down": 1, "q_up": 1} if R else {"q": 1}
-        self.lora = adapters(self, config, rngs, **inner, kv_down=1, kv_up=1, o=2)
+        config.add_weights(self, rngs, **inner, kv_down=1, kv_up=1, o=2)
 
-    def __call__(self, x_BTD, positions, kind: Kind, past=None):
-        """Returns (output to add to the residual, (latents [B, T, 1, C], rotary keys [B, T, 1, P])).
-
-        past: the layer's number in the cache; None: attends to x itself.
-        """
+    def __call__(self, x_BTD, inputs, kind: AttentionType, cache_index=None):
+        """Returns (output to add to the residual, (latents [B, T, 1, C], rotary keys [B, T, 1, P]))."""
         config = self.config
-        angles = positions.angles[kind]
         by_head = "batch", "seq", "heads", None
-        x_BTD = gather(x_BTD, self.q_down if config.q_latent else self.q)
+        x_BTD = sublayer_input(x_BTD, self.q_down if config.q_latent else self.q)
         if config.q_latent:
-            q_BTNH = project(self, "q_up", self.q_norm(project(self, "q_down", x_BTD)))
+            q_BTNH = multiply(self.q_norm(multiply(x_BTD, self.q_down)), self.q_up)
         else:
-            q_BTNH = project(self, "q", x_BTD)
+            q_BTNH = multiply(x_BTD, self.q)
         q_BTNH = constrain(q_BTNH, *by_head) * self.scale
         q_BTNH, turned_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
-        turned_BTNP = rotate(turned_BTNP, angles, kind.magnitude)
-        down_BT1C = constrain(project(self, "kv_down", x_BTD), "batch", "seq", None)[:, :, None]
+        turned_BTNP = inputs.rotate(turned_BTNP, kind)
+        down_BT1C = constrain(multiply(x_BTD, self.kv_down), "batch", "seq", None)[:, :, None]
         latent_BT1C, key_BT1P = jnp.split(down_BT1C, [config.kv_latent], axis=-1)
         latent_BT1C = self.kv_norm(latent_BT1C)
-        key_BT1P = rotate(key_BT1P, angles, kind.magnitude)
-        if past is None:
-            kv_BTNH = project(self, "kv_up", latent_BT1C[:, :, 0])
+        key_BT1P = inputs.rotate(key_BT1P, kind)
+        if cache_index is None:
+            kv_BTNH = multiply(latent_BT1C[:, :, 0], self.kv_up)
             k_BTNH, v_BTNV = jnp.split(constrain(kv_BTNH, *by_head), [config.nope_dim], axis=-1)
             # With out_sharding, the transpose sums each device's heads, and gathers none of them; it
             # sums in float32.
             key_BTNP = jnp.broadcast_to(
                 key_BT1P.astype(jnp.float32), turned_BTNP.shape, out_sharding=explicit(*by_head)
             ).astype(turned_BTNP.dtype)
-            out_BTNV = attend(
+            out_BTNV = inputs.attend(
                 jnp.concatenate((q_BTNH, turned_BTNP), axis=-1),
                 jnp.concatenate((k_BTNH, key_BTNP), axis=-1),
                 v_BTNV,
-                positions.segment_ids_BT,
-                window=kind.window,
-                kernel=config.attention,
-                context=config.context,
-                striped=positions.striped,
+                kind,
             )
         else:
             from .options.cache import attend_absorbed
@@ -282,11 +279,11 @@ class LatentAttention(nnx.Module):
                 turned_BTNP,
                 latent_BT1C,
                 key_BT1P,
-                cache=positions.cache,
-                layer=past,
-                seen_BS=positions.seen[kind],
+                inputs=inputs,
+                kind=kind,
+                cache_index=cache_index,
             )
-        out_BTD = project(self, "o", out_BTNV, contract=2, seq="residual_seq")
+        out_BTD = multiply(out_BTNV, self.o, contract=2, seq="residual_seq")
         return out_BTD, (latent_BT1C, key_BT1P)
 
 

@@ -22,17 +22,19 @@ import math
 import jax
 from flax import nnx
 
-from .core.attention import Attention
-from .core.config import Compute
+from .parts.general_attention import GeneralAttention
+from .options.compute_options import ComputeOptions
 from .core.decoder import Decoder
-from .core.layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
+from .core.config import factor
+from .core.layers import AttentionType, GatedMLP, RMSNorm, RopeScaling, add_output, soft_cap
+from .options.periods import scan_kinds
 from .options.rope_scaling import Linear
 from .core.sharding import Rules, complete_tables
 from .core.strategies import DECODER, decoder_rules
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
+class Config(ComputeOptions):
     """The architecture. transformer.Config explains the fields without a comment."""
 
     vocab_size: int
@@ -44,28 +46,27 @@ class Config(Compute):
     mlp: int  # F, hidden width of the GeGLU
     _: dataclasses.KW_ONLY
     # One period of layers, repeated over the depth: local ones, with a window, and a global one.
-    layer_kinds: tuple[Kind, ...]
+    layer_kinds: tuple[AttentionType, ...]
     query_scalar: int  # scores are divided by its square root; head_dim in most sizes
     qk_norm: bool = True  # Gemma 3
-    soft_cap: float | None = None  # of scores, in Gemma 2; some kernels lack it
-    logits_soft_cap: float | None = None  # in Gemma 2
+    soft_cap: float | None = factor(None)  # of scores, in Gemma 2; some kernels lack it
+    logits_soft_cap: float | None = factor(None)  # in Gemma 2
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
 
-    @property
-    def embed_scale(self) -> float:
-        return math.sqrt(self.embed)
-
     def __post_init__(self):
         if not self.layer_kinds:
-            raise ValueError("layer_kinds is empty; it needs at least one Kind")
+            raise ValueError("layer_kinds is empty; it needs at least one AttentionType")
         super().__post_init__()
+
+    def finish_logits(self, logits: jax.Array) -> jax.Array:
+        return soft_cap(logits, self.logits_soft_cap)
 
     @classmethod
     def tiny(cls) -> "Config":
         """222,336 parameters. For tests: every sharded dim is divisible by 8."""
-        local = Kind(7, 1e4)
-        wide = Kind(None, 1e6, Linear(8.0))
+        local = AttentionType(7, 1e4)
+        wide = AttentionType(None, 1e6, Linear(8.0))
         return cls(
             384, 64, 4, num_heads=16, num_kv_heads=8, head_dim=8, mlp=128,
             layer_kinds=(local, wide), query_scalar=12,
@@ -76,7 +77,7 @@ class Config(Compute):
         """788,736 parameters. The laptop default, with bytes as tokens."""
         return cls(
             384, 128, 4, num_heads=8, num_kv_heads=4, head_dim=16, mlp=352,
-            layer_kinds=(Kind(32, 1e4),) * 3 + (Kind(None, 1e6),), query_scalar=16, remat="dots",
+            layer_kinds=(AttentionType(32, 1e4),) * 3 + (AttentionType(None, 1e6),), query_scalar=16, remat="dots",
         )  # fmt: skip
 
     @classmethod
@@ -137,7 +138,7 @@ class Config(Compute):
 
 
 GEMMA2 = {
-    "layer_kinds": (Kind(4_096, 1e4), Kind(None, 1e4)),
+    "layer_kinds": (AttentionType(4_096, 1e4), AttentionType(None, 1e4)),
     "qk_norm": False,
     "soft_cap": 50.0,
     "logits_soft_cap": 30.0,
@@ -162,7 +163,7 @@ class Layer(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         norm = functools.partial(RMSNorm, eps=config.norm_eps, zero_centered=True)
         self.attention_norm = norm(config.embed)
-        self.attention = Attention(
+        self.attention = GeneralAttention(
             config,
             norm=norm if config.qk_norm else None,
             soft_cap=config.soft_cap,
@@ -174,8 +175,8 @@ class Layer(nnx.Module):
         self.mlp = GatedMLP(config, jax.nn.gelu, rngs=rngs)  # by tanh
         self.post_mlp_norm = norm(config.embed)
 
-    def __call__(self, x_BTD, positions, kind, past=None):
-        out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), inputs, kind, cache_index)
         x_BTD = add_output(x_BTD, out_BTD, self.post_attention_norm)
         out_BTD = self.mlp(self.mlp_norm(x_BTD))
         return add_output(x_BTD, out_BTD, self.post_mlp_norm), kv, {}
@@ -184,14 +185,19 @@ class Layer(nnx.Module):
 class Gemma3(Decoder):
     """Tokens in, next-token logits out, within ±logits_soft_cap if there is one."""
 
+    scan = scan_kinds
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         final_norm = RMSNorm(config.embed, config.norm_eps, zero_centered=True)
         super().__init__(config, Layer, final_norm, rngs=rngs)
 
+    def embed_tokens(self, tables, tokens_BT, inputs) -> jax.Array:
+        return super().embed_tokens(tables, tokens_BT, inputs) * math.sqrt(self.config.embed)
 
-def gemma3_period(window: int, scaling: RopeScaling | None = None) -> tuple[Kind, ...]:
+
+def gemma3_period(window: int, scaling: RopeScaling | None = None) -> tuple[AttentionType, ...]:
     """Gemma 3's five local layers and a global one."""
-    return (*[Kind(window, 1e4)] * 5, Kind(None, 1e6, scaling))
+    return (*[AttentionType(window, 1e4)] * 5, AttentionType(None, 1e6, scaling))
 
 
 complete = functools.partial(complete_tables, DECODER.logical_axes)

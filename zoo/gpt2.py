@@ -18,18 +18,19 @@ import functools
 import jax.numpy as jnp
 from flax import nnx
 
-from .core.attention import Attention
-from .core.config import Compute
+from .parts.general_attention import GeneralAttention
+from .options.compute_options import ComputeOptions
+from .options.periods import scan_kinds
 from .core.decoder import Decoder
 from .parts.gelu import GeluMLP, layer_norm
-from .core.layers import Kind, add_output
+from .core.layers import AttentionType, add_output
 from .core.sharding import Rules, complete_tables, constrain, param
 from .core.strategies import DECODER, decoder_rules
-from .core.vocabulary import copies_in_use, look_up
+from .core.vocabulary import look_up
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
+class Config(ComputeOptions):
     """The architecture. transformer.Config explains the fields without a comment."""
 
     vocab_size: int
@@ -39,7 +40,9 @@ class Config(Compute):
     mlp: int  # F, hidden width of the MLP
     max_positions: int = 1_024  # P, most tokens of a row
     norm_eps: float = 1e-5
-    layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)  # one for all layers
+    layer_kinds: tuple[AttentionType, ...] = (
+        AttentionType(window=None, rope_theta=None),
+    )  # one for all layers
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
 
@@ -110,12 +113,12 @@ class Layer(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         norm = functools.partial(layer_norm, config.embed, config.norm_eps, config.dtype)
         self.attention_norm = norm()
-        self.attention = Attention(config, biases=("q", "k", "v", "o"), rngs=rngs)
+        self.attention = GeneralAttention(config, biases=("q", "k", "v", "o"), rngs=rngs)
         self.mlp_norm = norm()
         self.mlp = GeluMLP(config, activation="tanh", rngs=rngs)
 
-    def __call__(self, x_BTD, positions, kind, past=None):
-        out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), inputs, kind, cache_index)
         x_BTD = add_output(x_BTD, out_BTD)
         x_BTD = add_output(x_BTD, self.mlp(self.mlp_norm(x_BTD)))
         # Rules may split biases; the residual stream stays whole.
@@ -129,6 +132,7 @@ class GPT2(Decoder):
     """
 
     axes = AXES
+    scan = scan_kinds
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         final_norm = layer_norm(config.embed, config.norm_eps, config.dtype)
@@ -139,15 +143,15 @@ class GPT2(Decoder):
         shape = (config.max_positions, config.embed)
         self.positions = param(rngs, shape, ("positions", "embed"), config.embed**-0.5)
 
-    def embed_tokens(self, tables, tokens_BT, positions):
+    def embed_tokens(self, tables, tokens_BT, inputs):
         """The sum of the embeddings of tokens and of their positions: [B, T, D]."""
         B, T = tokens_BT.shape
         P = self.config.max_positions
         if T > P:
             raise ValueError(f"a row has {T} tokens, and the model has learned {P} positions")
         # Left padding has positions below 0.
-        number_BT = jnp.broadcast_to(jnp.clip(positions.numbers_BT, 0, P - 1), (B, T))
-        learned_RPD = copies_in_use(self.positions, self.config)
+        number_BT = jnp.broadcast_to(jnp.clip(inputs.positions_BT, 0, P - 1), (B, T))
+        learned_RPD = self.config.use_table(self.positions)
         return look_up(tables[0], tokens_BT) + look_up(learned_RPD, number_BT)
 
 

@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .core.attention import Attention
-from .core.config import Compute
+from .parts.general_attention import GeneralAttention
+from .options.compute_options import ComputeOptions
+from .core.config import factor, one_of
 from .core.decoder import Decoder
 from .experts.mixture import EXPERT_REMAT, check_experts, choose, mix
-from .core.layers import Kind, RMSNorm, add_bias, add_output, multiply
+from .core.layers import AttentionType, RMSNorm, add_bias, add_output, multiply
+from .options.periods import scan_kinds
 from .options.rope_scaling import Yarn
 from .core.sharding import Rules, complete_tables, constrain, param
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
@@ -30,7 +32,7 @@ YARN = Yarn(32.0, 32.0, 1.0, 4_096, False, 1.3465735902799727)  # from 4,096 to 
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
+class Config(ComputeOptions):
     """The architecture. moe.Config explains the fields without a comment.
 
     All kernels but `xla` have sinks.
@@ -49,13 +51,18 @@ class Config(Compute):
     balance_weight: float = 0.01
     router_z_weight: float = 0.0
     swiglu_alpha: float = 1.702  # (up + 1) · gate · sigmoid(alpha · gate)
-    swiglu_limit: float = 7.0  # of gate from above, of up on both sides
+    swiglu_limit: float = factor(7.0)  # of gate from above, of up on both sides
     norm_eps: float = 1e-5
     # One period of layers; each kind has its own window and rotary embeddings.
-    layer_kinds: tuple[Kind, ...] = (Kind(128, 1.5e5, YARN), Kind(None, 1.5e5, YARN))
+    layer_kinds: tuple[AttentionType, ...] = (
+        AttentionType(128, 1.5e5, YARN),
+        AttentionType(None, 1.5e5, YARN),
+    )
     tie_embeddings: bool = False
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o")
+
+    remat: str = one_of("full", EXPERT_REMAT)
 
     REMAT = EXPERT_REMAT
 
@@ -67,7 +74,7 @@ class Config(Compute):
     def tiny(cls) -> "Config":
         """300,016 parameters. 150,256 of them active. For tests: 8 divides every sharded dim."""
         tiny = cls(384, 64, 2, 16, 8, head_dim=8, mlp=64, num_experts=8, experts_per_token=2)
-        kinds = (Kind(8, 1e2, YARN),)  # one kind compiles faster
+        kinds = (AttentionType(8, 1e2, YARN),)  # one kind compiles faster
         return dataclasses.replace(tiny, layer_kinds=kinds)
 
     @classmethod
@@ -76,7 +83,7 @@ class Config(Compute):
         return cls(
             384, 128, 4, num_heads=8, num_kv_heads=8, head_dim=16,
             mlp=176, num_experts=8, experts_per_token=2, capacity=2.0, balance_weight=0.03,
-            layer_kinds=(Kind(32, 1e4), Kind(None, 1e4)), tie_embeddings=True, remat="dots",
+            layer_kinds=(AttentionType(32, 1e4), AttentionType(None, 1e4)), tie_embeddings=True, remat="dots",
         )  # fmt: skip
 
     @classmethod
@@ -106,14 +113,16 @@ class Layer(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.embed, config.norm_eps)
-        self.attention = Attention(config, biases=("q", "k", "v", "o"), sinks=True, rngs=rngs)
+        self.attention = GeneralAttention(
+            config, biases=("q", "k", "v", "o"), sinks=True, rngs=rngs
+        )
         self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
         self.experts = Experts(config, rngs=rngs)
 
-    def __call__(self, x_BTD, positions, kind, past=None):
-        out_BTD, kv = self.attention(self.attention_norm(x_BTD), positions, kind, past)
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), inputs, kind, cache_index)
         x_BTD = add_output(x_BTD, out_BTD)
-        out_BTD, metrics = self.experts(self.mlp_norm(x_BTD), positions)
+        out_BTD, metrics = self.experts(self.mlp_norm(x_BTD), inputs)
         x_BTD = add_output(x_BTD, out_BTD)
         return constrain(x_BTD, "batch", "residual_seq", "act_embed"), kv, metrics
 
@@ -122,6 +131,7 @@ class GptOss(Decoder):
     """Tokens in, next-token logits out. See the module's docstring."""
 
     axes = EXPERT_DECODER
+    scan = scan_kinds
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)
@@ -146,11 +156,11 @@ class Experts(nnx.Module):
         self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), (2 * L * F) ** -0.5)
         self.down_bias = param(rngs, (E, D), ("router", "norm"), 0.0)
 
-    def __call__(self, x_BTD, positions):
+    def __call__(self, x_BTD, inputs):
         """Returns the output to add to the residual, and the metrics of `measure`; see `mix`."""
         weights = (self.gate, self.gate_bias, self.up, self.up_bias, self.down)
         out_BTD, metrics, share_BTE = mix(
-            x_BTD, self.config, positions, route=self.route, expert=self.compute, weights=weights
+            x_BTD, self.config, inputs, route=self.route, expert=self.compute, weights=weights
         )
         # Devices that share out F would each add these biases, so they are outside of `compute`.
         bias_BTD = multiply(share_BTE.astype(out_BTD.dtype), self.down_bias, seq="residual_seq")

@@ -20,19 +20,21 @@ import functools
 
 from flax import nnx
 
+from .core.config import bounded, factor, one_of
 from .core.decoder import Decoder
 from .experts.mixture import (
     EXPERT_REMAT, check_experts, check_groups, even_load, feed_forward, make_experts, position_gate,
 )  # fmt: skip
-from .core.layers import GatedMLP, Kind, RopeScaling, add_output, apply_norm
+from .core.layers import GatedMLP, AttentionType, RopeScaling, add_output, apply_norm
 from .core.sharding import Rules, complete_tables
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
-from .options.llama_options import Variant, make_attention, make_norms
+from .options import dense_first
+from .options.llama_options import LlamaOptions, embed_scaled, make_attention, make_norms
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Variant):
-    """The architecture, with variant.Variant's switches. transformer.Config explains the fields
+class Config(LlamaOptions):
+    """The architecture, with variant.LlamaOptions's switches. transformer.Config explains the fields
     without a comment.
     """
 
@@ -53,24 +55,27 @@ class Config(Variant):
     router_z_weight: float = 1e-3  # weight of the squared log-normalizer of the router's logits
     balance_rate: float = 0.0  # how far a step moves the biases that even the load
     sigmoid: bool = False  # the router's scores are sigmoids, with such biases; else a softmax
-    shared_mlp: int = 0  # hidden width of an MLP beside the experts, for all positions; 0: none
+    shared_mlp: int = bounded(
+        0, least=0
+    )  # hidden width of an MLP beside the experts, for all positions; 0: none
     shared_gate: bool = False  # multiplies that MLP's output by a sigmoid of each position
-    route_scale: float = 1.0  # of the sum of a position's experts
+    route_scale: float = factor(1.0)  # of the sum of a position's experts
     groups: int = 1  # G; a position's experts are in its `top_groups` best groups
     top_groups: int = 1
-    dense_layers: int = 0  # the first ones, which have an MLP in place of experts
-    dense_mlp: int = 0  # hidden width of that MLP
+    dense_layers: int = bounded(0, least=0)  # the first ones, which have an MLP in place of experts
+    dense_mlp: int = bounded(0, least=0)  # hidden width of that MLP
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
-    layer_kinds: tuple[Kind, ...] = ()
+    layer_kinds: tuple[AttentionType, ...] = ()
     tie_embeddings: bool = True
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o")  # weights with an adapter; no experts
 
+    remat: str = one_of("full", EXPERT_REMAT)
+
     REMAT = EXPERT_REMAT
-    MAY_BE_ZERO = (*Variant.MAY_BE_ZERO, "shared_mlp", "dense_layers", "dense_mlp")
 
     def __post_init__(self):
         super().__post_init__()
@@ -145,11 +150,11 @@ class Layer(nnx.Module):
         self.mlp_gate = position_gate(config, rngs=rngs) if gated else None
         self.scale = config.residual_scale
 
-    def __call__(self, x_BTD, positions, kind, past=None):
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
         normed_BTD = apply_norm(self.attention_norm, x_BTD)
-        out_BTD, kv = self.attention(normed_BTD, positions, kind, past)
+        out_BTD, kv = self.attention(normed_BTD, inputs, kind, cache_index)
         x_BTD = add_output(x_BTD, out_BTD, self.post_attention_norm, self.scale)
-        out_BTD, metrics = feed_forward(self, apply_norm(self.mlp_norm, x_BTD), positions)
+        out_BTD, metrics = feed_forward(self, apply_norm(self.mlp_norm, x_BTD), inputs)
         return add_output(x_BTD, out_BTD, self.post_mlp_norm, self.scale), kv, metrics
 
 
@@ -157,6 +162,10 @@ class MoE(Decoder):
     """Tokens in, next-token logits out. With balance_rate, a call of `loss` also moves the biases."""
 
     axes = EXPERT_DECODER
+    embed_tokens = embed_scaled
+    make_layers = dense_first.make_layers
+    begin = dense_first.begin
+    run_layers = dense_first.run_layers
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)

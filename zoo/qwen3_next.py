@@ -18,21 +18,23 @@ from typing import Any
 
 from flax import nnx
 
-from .core.attention import Attention
-from .core.config import Compute
+from .parts.general_attention import GeneralAttention
+from .options.compute_options import ComputeOptions
+from .core.config import bounded, one_of
 from .core.decoder import Decoder
 from .recurrent.delta import GatedDelta
 from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, feed_forward, position_gate
-from .core.layers import GatedMLP, Kind, RMSNorm, RopeScaling, add_output
+from .core.layers import GatedMLP, AttentionType, RMSNorm, RopeScaling, add_output
 from .core.sharding import Rules, complete_tables
-from .options.unlike_layers import ATTENTION
+from .options import mtp, unlike_layers
+from .options.cache import ATTENTION
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 
 DELTA = "delta"  # the stack of the layers with a state
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
+class Config(ComputeOptions):
     """The architecture. moe.Config explains the fields without a comment."""
 
     vocab_size: int
@@ -41,21 +43,21 @@ class Config(Compute):
     num_heads: int  # of attention
     num_kv_heads: int
     head_dim: int
-    rotary_dims: int  # the first dims of a head, which rotate; 0: all
+    rotary_dims: int = bounded(least=0)  # the first dims of a head, which rotate; 0: all
     delta_heads: int  # of values
     delta_key_heads: int  # of queries and keys; divides delta_heads
     delta_key_dim: int
     delta_value_dim: int
     mlp: int  # hidden width of the MLP, or of one expert
-    num_experts: int = 0  # 0: an MLP
-    experts_per_token: int = 0
-    shared_mlp: int = 0  # hidden width of the shared expert; 0: none
+    num_experts: int = bounded(0, least=0)  # 0: an MLP
+    experts_per_token: int = bounded(0, least=0)
+    shared_mlp: int = bounded(0, least=0)  # hidden width of the shared expert; 0: none
     attention_every: int = 4  # each layer of this number attends
     conv_width: int = 4  # W, positions that the convolution before the delta rule sees
     capacity: float | None = 1.25  # None: dropless, as the published models
     normalize: bool = True
     balance_weight: float = 1e-3
-    mtp_depth: int = 0  # layers that predict the second-next token, 0 or 1
+    mtp_depth: int = one_of(0, (0, 1))  # layers that predict the second-next token, 0 or 1
     mtp_weight: float = 0.3  # weight of the second-next token's loss
     norm_eps: float = 1e-6
     rope_theta: float = 1e7
@@ -65,11 +67,11 @@ class Config(Compute):
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
 
+    remat: str = one_of("full", EXPERT_REMAT)
+
     ROTARY = "rotary_dims"
     REMAT = EXPERT_REMAT
-    MAY_BE_ZERO = (
-        *Compute.MAY_BE_ZERO, "rotary_dims", "num_experts", "experts_per_token", "shared_mlp",
-    )  # fmt: skip
+    carries_state = True
 
     @property
     def rotary_dim(self) -> int:
@@ -80,9 +82,9 @@ class Config(Compute):
         return (DELTA,) * (self.attention_every - 1) + (ATTENTION,)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        attends = Kind(self.sliding_window, self.rope_theta, self.rope_scaling)
-        return (Kind(None, None),) * (self.attention_every - 1) + (attends,)
+    def kinds(self) -> tuple[AttentionType, ...]:
+        attends = AttentionType(self.sliding_window, self.rope_theta, self.rope_scaling)
+        return (AttentionType(None, None),) * (self.attention_every - 1) + (attends,)
 
     def __post_init__(self):
         super().__post_init__()
@@ -189,7 +191,7 @@ class Layer(nnx.Module):
         norm = functools.partial(RMSNorm, eps=config.norm_eps, zero_centered=True)
         self.mixer_norm = norm(D)
         if stack == ATTENTION:
-            self.mixer: Any = Attention(config, norm=norm, gated=True, rngs=rngs)
+            self.mixer: Any = GeneralAttention(config, norm=norm, gated=True, rngs=rngs)
         else:
             self.mixer = GatedDelta(config, rngs=rngs)
         self.mlp_norm = norm(D)
@@ -200,10 +202,10 @@ class Layer(nnx.Module):
         gated = config.num_experts and config.shared_mlp
         self.mlp_gate = position_gate(config, rngs=rngs) if gated else None
 
-    def __call__(self, x_BTD, positions, kind, past=None):
-        out_BTD, kept = self.mixer(self.mixer_norm(x_BTD), positions, kind, past)
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
+        out_BTD, kept = self.mixer(self.mixer_norm(x_BTD), inputs, kind, cache_index)
         x_BTD = add_output(x_BTD, out_BTD)
-        out_BTD, metrics = feed_forward(self, self.mlp_norm(x_BTD), positions)
+        out_BTD, metrics = feed_forward(self, self.mlp_norm(x_BTD), inputs)
         return add_output(x_BTD, out_BTD), kept, metrics
 
 
@@ -213,15 +215,16 @@ class Qwen3Next(Decoder):
     """
 
     axes = AXES
+    make_layers = unlike_layers.make_layers
+    run_layers = unlike_layers.run_layers
+    objective = mtp.objective
+    mtp: mtp.MTPHead | None
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         norm = functools.partial(RMSNorm, eps=config.norm_eps, zero_centered=True)
         super().__init__(config, Layer, norm(config.embed), rngs=rngs)
-        if config.mtp_depth:
-            from .options.mtp import MTPHead
-
-            layer = functools.partial(Layer, stack=ATTENTION)
-            self.mtp = MTPHead(config, layer, norm, rngs=rngs)
+        layer = functools.partial(Layer, stack=ATTENTION)
+        self.mtp = mtp.MTPHead(config, layer, norm, rngs=rngs) if config.mtp_depth else None
 
     @property
     def costs(self) -> dict[str, float]:

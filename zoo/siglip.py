@@ -21,29 +21,29 @@ RULES, at the end of this file, shard it on a mesh; transformer.py shows how.
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .parts.classes import unit
-from .core.config import Compute
+from .options.compute_options import ComputeOptions
 from .parts.gelu import GELU, layer_norm
-from .core.layers import Kind, apply_norm, dot
+from .core.layers import AttentionType, apply_norm, dot
 from .parts.pairs import EXCHANGES, LOSSES, loss_of_pairs
 from .parts.patches import Pooling, embed_patches, prepend
 from .core.sharding import (
     Rules, check_rules, complete_tables, constrain, explicit, param, variable, zeros,
 )  # fmt: skip
-from .core.stack import weights_in_use
+from .core.config import bounded, one_of
 from .core.strategies import DECODER, encoder_rules
 from .parts.towers import Tower, image_and_text
-from .core.vocabulary import copies_in_use, look_up
+from .core.vocabulary import look_up
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
+class Config(ComputeOptions):
     """The architecture of both towers. transformer.Config explains the fields without a comment."""
 
     image_size: int  # W, height and width of pictures in pixels
@@ -56,16 +56,20 @@ class Config(Compute):
     mlp: int  # F, hidden width of the MLP
     channels: int = 3  # C, of the image
     norm_eps: float = 1e-6
-    loss: str = "sigmoid"  # of pairs: sigmoid (SigLIP) or softmax (CLIP)
+    loss: str = one_of("sigmoid", LOSSES)  # of pairs: sigmoid (SigLIP) or softmax (CLIP)
     # How embeddings of texts meet all images: gather, ring (less memory), or local, which is another
     # loss, of the pairs on a device.
-    pairs: str = "gather"
+    pairs: str = one_of("gather", EXCHANGES)
     clip: bool = False  # whether the towers are CLIP's
-    activation: str = "tanh"  # of the MLPs: GELU, exact, by tanh or quick: x · sigmoid(1.702 x)
-    joint: int = 0  # E, dims of embeddings; 0: embed, which SigLIP needs
+    activation: str = one_of(
+        "tanh", GELU
+    )  # of the MLPs: GELU, exact, by tanh or quick: x · sigmoid(1.702 x)
+    joint: int = bounded(0, least=0)  # E, dims of embeddings; 0: embed, which SigLIP needs
     text_tower: tuple[int, ...] = ()  # embed, num_layers, num_heads and mlp of texts; (): as images
-    end_token: int = 0  # of CLIP: the first one stands for a text; 0: the largest number in it
-    layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)
+    end_token: int = bounded(
+        0, least=0
+    )  # of CLIP: the first one stands for a text; 0: the largest number in it
+    layer_kinds: tuple[AttentionType, ...] = (AttentionType(window=None, rope_theta=None),)
     # How pictures become inputs: saved with the model and read by data pipelines.
     mean: tuple[float, ...] = ()  # of pixel values from 0 to 1, for each channel
     std: tuple[float, ...] = ()  # inputs are (pixel - mean) / std
@@ -74,12 +78,8 @@ class Config(Compute):
     labels: tuple[str, ...] = ()  # names of the classes, from which captions are made
 
     causal = False
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = (*Compute.MAY_BE_ZERO, "joint", "end_token")
 
     def __post_init__(self):
-        for name, valid in (("loss", LOSSES), ("pairs", EXCHANGES), ("activation", (*GELU,))):
-            if vars(self)[name] not in valid:
-                raise ValueError(f"{name}={vars(self)[name]!r} is not one of {', '.join(valid)}")
         super().__post_init__()
         if self.image_size % self.patch:
             raise ValueError(f"image_size={self.image_size} is not divisible by patch={self.patch}")
@@ -186,7 +186,7 @@ class Siglip(nnx.Module):
         """Embeddings of images, [B, E], float32, of length 1."""
         check_rules(AXES.logical_axes)
         config = self.config
-        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, config)
+        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES, config)
         if self.class_token is not None:
             x_BTD = prepend(self.class_token, x_BTD)
         x_BTD = self._add_positions(x_BTD, self.positions)
@@ -197,7 +197,7 @@ class Siglip(nnx.Module):
     def embed_texts(self, tokens_BT) -> jax.Array:
         """Embeddings of texts, [B, E], float32, of length 1. Padding is a token like others."""
         check_rules(AXES.logical_axes)
-        x_BTD = look_up(copies_in_use(self.words, self.config), tokens_BT)
+        x_BTD = look_up(self.config.use_table(self.words), tokens_BT)
         x_BTD = self.text(self._add_positions(x_BTD, self.text_positions))
         x_BD = x_BTD[:, -1]
         if self.config.clip:
@@ -209,14 +209,14 @@ class Siglip(nnx.Module):
         return unit(self._project(x_BD.astype(x_BTD.dtype), self.text_head, self.text_head_bias))
 
     def _project(self, x_BD, head: nnx.Param, bias) -> jax.Array:
-        head_DE = weights_in_use(head, AXES.in_use, self.config)[...].astype(x_BD.dtype)
+        head_DE = self.config.use_weights(head, AXES)[...].astype(x_BD.dtype)
         x_BE = dot("BD,DE->BE", x_BD, head_DE, explicit("batch", None))
         x_BE = x_BE if bias is None else x_BE + bias[...][None]
         return constrain(x_BE.astype(x_BD.dtype), "batch", "act_embed")
 
     def _add_positions(self, x_BTD, table: nnx.Param) -> jax.Array:
         """Adds learned positions in float32, so that their gradient is summed over B in float32."""
-        table = weights_in_use(table, AXES.in_use, self.config)
+        table = self.config.use_weights(table, AXES)
         table_TD = constrain(table[...], None, "act_embed")
         sum_BTD = x_BTD.astype(jnp.float32) + table_TD.astype(jnp.float32)[None]
         return sum_BTD.astype(self.config.dtype)

@@ -3,11 +3,11 @@
 import dataclasses
 
 from .bert import SIZES as BERT_SIZES, Config as BertConfig
-from .core.layers import Kind
+from .core.layers import AttentionType
 from .options.rope_scaling import Yarn
 from .moe import SIZES as MOE_SIZES, Config as MoEConfig
 from .siglip import SIZES as SIGLIP_SIZES, Config as SiglipConfig
-from .transformer import SIZES as TRANSFORMER_SIZES, Config as TransformerConfig
+from .llama_relatives import SIZES as TRANSFORMER_SIZES, Config as TransformerConfig
 
 OLMO2 = {
     "num_heads": 32,
@@ -64,8 +64,8 @@ def olmo3_7b() -> TransformerConfig:
     return TransformerConfig(
         vocab_size=100_278, embed=4_096, num_layers=32, mlp=11_008,
         layer_kinds=(
-            *[Kind(4_096, 5e5)] * 3,
-            Kind(None, 5e5, Yarn(8.0, 32.0, 1.0, 8_192, True, 1.2079441541679836)),
+            *[AttentionType(4_096, 5e5)] * 3,
+            AttentionType(None, 5e5, Yarn(8.0, 32.0, 1.0, 8_192, True, 1.2079441541679836)),
         ),
         **OLMO2,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def smollm3_3b() -> TransformerConfig:
     return TransformerConfig(
         vocab_size=128_256, embed=2_048, num_layers=36, mlp=11_008, num_heads=16,
         num_kv_heads=4, head_dim=128, norm_eps=1e-6,
-        layer_kinds=(*[Kind(None, 5e6)] * 3, Kind(None, None)),
+        layer_kinds=(*[AttentionType(None, 5e6)] * 3, AttentionType(None, None)),
     )  # fmt: skip
 
 

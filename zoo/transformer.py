@@ -1,13 +1,14 @@
-"""Transformer: a Llama-style decoder-only language model.
+"""Transformer: a Llama, the decoder-only language model (Grattafiori et al. 2024).
 
 RMSNorm before each sublayer (Zhang & Sennrich 2019), rotary position embeddings (Su et al. 2021),
-grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional QK-norm, sliding
-windows, tied embeddings, rope scaling and LoRA adapters (Hu et al. 2021). variant.Variant has the
-switches of Llama's relatives: recipes/docs/architectures.md lists those that this covers. Layers are
-stacked and scanned, so compile time does not grow with depth.
+grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020). Layers are stacked and scanned,
+so compile time does not grow with depth.
 
-Shapes: B batch, T positions, S slots of the cache, D embed, N heads, K kv heads, H head dim, F mlp,
-V vocab, L layers, R batch shards.
+llama_relatives.py has the same model with all options: the switches of Llama's relatives, LoRA, low
+precision, and what rules that split positions (`cp`) or layers (`pp`) need. Recipes use that one.
+
+Shapes: B batch, T positions, D embed, N heads, K kv heads, H head dim, F mlp, V vocab, L layers, R
+shards of B and T.
 
 Every parameter carries *logical* axis names. They have no effect until sharding rules map them to
 mesh axes:
@@ -29,20 +30,21 @@ import functools
 
 from flax import nnx
 
+from .core.attention import Attention
+from .core.config import Compute
 from .core.decoder import Decoder
-from .core.layers import GatedMLP, Kind, Llama3, RopeScaling, add_output, apply_norm
+from .core.layers import GatedMLP, Llama3, RMSNorm, RopeScaling, add_output
 from .core.sharding import Rules, complete_tables
 from .core.strategies import DECODER, decoder_rules
-from .options.llama_options import Variant, make_attention, make_norms
 
 
 LLAMA31 = Llama3(8.0, 1.0, 4.0, 8_192)  # from 8,192 to 131,072 positions
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Variant):
-    """The architecture, with variant.Variant's switches; config.Compute has the fields for how to
-    compute it. Named sizes are classmethods.
+class Config(Compute):
+    """The architecture; config.Compute has the fields for how to compute it. Named sizes are
+    classmethods.
     """
 
     vocab_size: int  # V, tokens
@@ -55,10 +57,6 @@ class Config(Variant):
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
     rope_scaling: RopeScaling | None = None  # for longer contexts
-    sliding_window: int | None = None  # a position sees itself and the window - 1 before it
-    # For layers that differ: one period of kinds, repeated over the depth. Each kind has its own
-    # window and rotary embeddings, which replace the three fields above.
-    layer_kinds: tuple[Kind, ...] = ()
     tie_embeddings: bool = True
 
     @classmethod
@@ -135,21 +133,19 @@ SIZES = {
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); config.norms may move or double the norms."""
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.attention_norm, self.post_attention_norm = make_norms(config)
-        self.attention = make_attention(config, rngs=rngs)
-        self.mlp_norm, self.post_mlp_norm = make_norms(config)
-        self.mlp = GatedMLP(config, biased=config.mlp_bias, rngs=rngs)
-        self.scale = config.residual_scale
+        self.attention_norm = RMSNorm(config.embed, config.norm_eps)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
+        self.mlp = GatedMLP(config, rngs=rngs)
 
-    def __call__(self, x_BTD, positions, kind, past=None):
-        normed_BTD = apply_norm(self.attention_norm, x_BTD)
-        out_BTD, kv = self.attention(normed_BTD, positions, kind, past)
-        x_BTD = add_output(x_BTD, out_BTD, self.post_attention_norm, self.scale)
-        out_BTD = self.mlp(apply_norm(self.mlp_norm, x_BTD))
-        return add_output(x_BTD, out_BTD, self.post_mlp_norm, self.scale), kv, {}
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
+        out_BTD, kv = self.attention(self.attention_norm(x_BTD), inputs, kind, cache_index)
+        x_BTD = add_output(x_BTD, out_BTD)
+        out_BTD = self.mlp(self.mlp_norm(x_BTD))
+        return add_output(x_BTD, out_BTD), kv, {}
 
 
 class Transformer(Decoder):

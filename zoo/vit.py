@@ -33,13 +33,15 @@ from flax import nnx
 
 from .parts.classes import class_loss
 from .parts.gelu import GeluMLP, layer_norm
-from .core.layers import adapters, add_bias, add_output, dot, gather, project
+from .core.layers import add_bias, add_output, dot, multiply, sublayer_input
 from .parts.patches import embed_patches, prepend
 from .core.sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param,
 )  # fmt: skip
-from .core.stack import REMAT_POLICIES, fit_rules, layer_in_use, scan_layers, stack, weights_in_use
+from .core.config import bounded, check_fields, one_of
+from .core.stack import REMAT_POLICIES, fit_rules, scan_layers, stack
 from .core.strategies import DECODER, encoder_rules
+from .options import weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +62,20 @@ class Config:
     norm_eps: float = 1e-12
     # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A, B and the head
     # (nnx.LoRAParam) get gradients.
-    lora_rank: int = 0  # rank of adapters (LoRA) on frozen weights; 0: none, train all weights
+    # rank of adapters (LoRA) on frozen weights; 0: none, train all weights
+    lora_rank: int = bounded(0, least=0)
     lora_alpha: float = 16.0
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
     # How to compute it: nothing below changes the parameters.
     dtype: str = "float32"  # dtype of activations and matmuls; parameters, norms and loss: float32
-    matmul: str = ""  # format of the layers' matmuls: "int8" or "fp8", with scales; "": dtype
-    matmul_backward: str = ""  # format of these matmuls' gradients: "bfloat16"; "": as matmul
-    reduce_dtype: str = ""  # in which devices add gradients of weights: "float32"; "": dtype
-    remat: str = "full"  # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
+    # format of the layers' matmuls: "int8" or "fp8", with scales; "": dtype
+    matmul: str = one_of("", weights.MATMULS)
+    # format of these matmuls' gradients: "bfloat16"; "": as matmul
+    matmul_backward: str = one_of("", weights.MATMUL_GRADIENTS)
+    # in which devices add gradients of weights: "float32"; "": dtype
+    reduce_dtype: str = one_of("", weights.REDUCE_DTYPES)
+    # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
+    remat: str = one_of("full", REMAT_POLICIES)
     unroll: int = 1  # layers per scan iteration; unrolling all: faster, slower to compile
     # How pictures become inputs: saved with the model and read by data pipelines.
     mean: tuple[float, ...] = ()  # of pixel values from 0 to 1, for each channel
@@ -89,18 +96,12 @@ class Config:
         ):
             if whole % part:
                 raise ValueError(f"{name} {whole} is not divisible by {part}")
-        if self.remat not in REMAT_POLICIES:
-            raise ValueError(f"remat {self.remat!r} is not one of {', '.join(REMAT_POLICIES)}")
-        if self.reduce_dtype and self.matmul:
-            raise ValueError(
-                f"reduce_dtype={self.reduce_dtype} is for matmuls in dtype, and matmul={self.matmul}"
-            )
-        known = type(self).lora_targets
-        for name in self.lora_targets:
-            if name not in known:
-                raise ValueError(
-                    f"lora_targets has {name!r}, which is not one of {', '.join(known)}"
-                )
+        check_fields(self)
+        weights.check(self)
+
+    add_weights = weights.add_adapters
+    use_layer = weights.use_layer
+    use_weights = weights.use_weights
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -220,9 +221,9 @@ class ViT(nnx.Module):
     def embed_patches(self, image_BWWC) -> jax.Array:
         """The class token and embeddings of all patches, with their positions: [B, T, D]."""
         config = self.config
-        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES.in_use, config)
+        x_BTD = embed_patches(image_BWWC, self.patch, self.patch_bias, AXES, config)
         x_BTD = prepend(self.class_token, x_BTD)
-        positions = weights_in_use(self.positions, AXES.in_use, config)
+        positions = config.use_weights(self.positions, AXES)
         positions_TD = constrain(positions[...], None, "act_embed")
         return (x_BTD + positions_TD.astype(jnp.float32)[None]).astype(config.dtype)
 
@@ -231,15 +232,13 @@ class ViT(nnx.Module):
         """Runs the layers and classifies the class token: logits [B, K] in float32."""
         config = self.config
 
-        def layer(x_BTD, weights, kind):
-            weights = layer_in_use(
-                weights, AXES.in_use, config
-            )  # inside remat, which gathers again
-            return weights(x_BTD), None
+        def run_layer(x_BTD, layer):
+            layer = config.use_layer(layer, AXES)  # inside remat, which gathers again
+            return layer(x_BTD), None
 
         x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
         policy = REMAT_POLICIES[config.remat]
-        x_BTD, _ = scan_layers(layer, x_BTD, self.layers, (None,), policy, config.unroll)
+        x_BTD, _ = scan_layers(run_layer, x_BTD, self.layers, policy, config.unroll)
         x_BD = constrain(self.final_norm(x_BTD), "batch", None, "act_embed")[:, 0]
         head = in_use(self.head, AXES.in_use)[...]
         logits_BK = dot("BD,DK->BK", x_BD.astype(head.dtype), head, explicit("batch", "classes"))
@@ -265,11 +264,11 @@ class SelfAttention(nnx.Module):
         out_stddev = (D * 2 * config.num_layers) ** -0.5  # 2L sublayers add to one residual
         self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_stddev)
         self.o_bias = param(rngs, (D,), ("norm",), 0.0)
-        self.lora = adapters(self, config, rngs, q=1, k=1, v=1, o=2)
+        config.add_weights(self, rngs, q=1, k=1, v=1, o=2)
 
     def __call__(self, x_BTD):
-        x_BTD = gather(x_BTD, self.q)
-        q, k, v = (project(self, name, x_BTD) for name in "qkv")
+        x_BTD = sublayer_input(x_BTD, self.q)
+        q, k, v = (multiply(x_BTD, weight) for weight in (self.q, self.k, self.v))
         # k_bias adds the same to all scores of a query, which the softmax cancels. Computing that
         # would train it on rounding errors; it is a parameter because published models have it.
         q, v = add_bias(q, self.q_bias), add_bias(v, self.v_bias)
@@ -280,7 +279,7 @@ class SelfAttention(nnx.Module):
         weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v.dtype)
         heads = explicit("batch", "seq", "heads", "head_dim")
         out_BTNH = jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v, out_sharding=heads)
-        out_BTD = project(self, "o", out_BTNH, contract=2, seq="residual_seq")
+        out_BTD = multiply(out_BTNH, self.o, contract=2, seq="residual_seq")
         return add_bias(out_BTD, self.o_bias)
 
 

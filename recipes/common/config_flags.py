@@ -21,7 +21,8 @@ from typing import Any
 from recipes.common import entries
 from recipes.common.runtime import UserError, flag
 from recipes.common.runtime.flags import choose, split
-from zoo.core.config import CHOICES, Compute
+from zoo.core.config import bounds_of
+from zoo.options.compute_options import ComputeOptions
 from zoo.options.quantization import FLOAT8_DEVICES, has_float8
 
 DECODER = (  # fields of every decoder that have a flag
@@ -39,9 +40,9 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "lora_alpha": (0.0, "0: twice the rank"),
     "lora_targets": ("all", "all, or some of "),
 }
-FLAG_CHOICES = CHOICES | {"dtype": ("", "float32", "bfloat16"), "matmul": ("", "int8", "fp8")}
+FLAG_CHOICES = {"dtype": ("", "float32", "bfloat16"), "matmul": ("", "int8", "fp8")}
 MOST_UNROLLED = 32  # layers that a GPU's program has one by one; more would compile for minutes
-COMPUTE = {name for name in Compute.__dataclass_fields__ if not name.startswith("lora_")}
+COMPUTE = {name for name in ComputeOptions.__dataclass_fields__ if not name.startswith("lora_")}
 
 
 def _set_flag(fields: Iterable[str] = ()) -> Any:
@@ -91,6 +92,7 @@ def model_flags(
 def field_flag(config: type, name: str, remat: Iterable[str] = ()) -> Any:
     """The flag of a Config's field."""
     default, least = config.__dataclass_fields__[name].default, 0
+    choices = bounds_of(config, name).choices if name in COMPUTE else ()
     help = comment(config, name)
     if name in DEFAULTS:
         default, meaning = DEFAULTS[name]
@@ -102,7 +104,7 @@ def field_flag(config: type, name: str, remat: Iterable[str] = ()) -> Any:
         help += f"; {unset}: as in the size or the checkpoint"
     return flag(
         default, f"{help}.", "model", at_least=None if isinstance(default, str) else least,
-        choices=(FLAG_CHOICES | {"remat": ("", *remat)}).get(name, ()), may_change=name in COMPUTE,
+        choices=(FLAG_CHOICES | {"remat": ("", *remat)}).get(name, choices), may_change=name in COMPUTE,
     )  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def _least(config: type, name: str) -> int:
     """The least value of a field that is a number."""
     if config.__dataclass_fields__[name].type is float:
         return 0
-    return 0 if issubclass(config, Compute) and name in config.MAY_BE_ZERO else 1
+    return 0 if bounds_of(config, name).least == 0 else 1
 
 
 def comment(config: type, name: str) -> str:
@@ -126,7 +128,7 @@ def comment(config: type, name: str) -> str:
 
     A field without one is explained in moe.Config or transformer.Config, as the docstrings say.
     """
-    for source in (*config.__mro__[:-1], Compute):
+    for source in (*config.__mro__[:-1], ComputeOptions):
         if text := _comments(source).get(name):
             return text
     explained = (_comments(entries.zoo_file(entry).Config) for entry in ("moe", "transformer"))
@@ -314,7 +316,7 @@ def read(config: type, name: str, text: str) -> Any:
     except (ValueError, KeyError):
         what += ", or none" if optional else ""
         raise UserError(f"{name}={text[:50]} is not {what}; use a different value") from None
-    checks_itself = kinds[0] is float and issubclass(config, Compute)
+    checks_itself = kinds[0] is float and issubclass(config, ComputeOptions)
     is_number = kinds[0] in (int, float)
     if is_number and not checks_itself and value < (least := _least(config, name)):
         raise UserError(f"{name}={value} must be ≥ {least}; use a different value")

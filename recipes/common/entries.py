@@ -9,20 +9,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zoo.core.config import Compute
 from zoo.core.layers import RopeScaling
+from zoo.options.compute_options import ComputeOptions
 
 
 class Entry(NamedTuple):
     model: str  # class in zoo/<entry>.py
     data: str  # module whose `load` makes its dataset
     unit: str  # unit of its loss, for cards
+    file: str = ""  # the zoo file that recipes use, if it has another name
 
 
 ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "dot_relu_dot": Entry("DotReluDot", "data.synthetic", "mean squared error"),
     "mlp": Entry("MLP", "data.digits", "nats an image"),
-    "transformer": Entry("Transformer", "data.text", "nats a token"),
+    "transformer": Entry("Transformer", "data.text", "nats a token", "llama_relatives"),
     "moe": Entry("MoE", "data.text", "nats a token"),
     "gpt2": Entry("GPT2", "data.text", "nats a token"),
     "gemma3": Entry("Gemma3", "data.text", "nats a token"),
@@ -36,8 +37,8 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
 
 
 def zoo_file(name: str) -> types.ModuleType:
-    """Imports zoo/<name>.py: Config, SIZES, RULES and the model."""
-    return importlib.import_module(f"zoo.{name}")
+    """Imports the entry's file of the zoo: Config, SIZES, RULES and the model."""
+    return importlib.import_module(f"zoo.{ENTRIES[name].file or name}")
 
 
 def model(name: str) -> type:
@@ -54,7 +55,7 @@ def sizes(name: str) -> dict[str, Callable[[], Any]]:
 
 
 def config_json(config) -> dict[str, Any]:
-    """A Config's fields as JSON, the architecture before zoo.core.config.Compute's.
+    """A Config's fields as JSON, the architecture before zoo.core.config.ComputeOptions's.
 
     Rotary scalings are lists, from which Config makes them again.
     """
@@ -65,7 +66,7 @@ def config_json(config) -> dict[str, Any]:
         return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
     names = [field.name for field in dataclasses.fields(config)]
-    names.sort(key=lambda name: name in Compute.__dataclass_fields__)
+    names.sort(key=lambda name: name in ComputeOptions.__dataclass_fields__)
     return {name: plain(getattr(config, name)) for name in names}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import count_shards
+from zoo.options import cache as zoo_cache
 from zoo.options.rope_scaling import LongRope
 
 COLDEST = 1e-6  # a lower temperature takes the likeliest token: logits over it would overflow
@@ -211,14 +212,14 @@ class Generator:
 
     def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B, number):
         model = self.layout.model.merge(variables)
-        logits_BV, cache = model.prefill(tokens_BT, lengths_B, S)
+        logits_BV, cache = zoo_cache.prefill(model, tokens_BT, lengths_B, S)
         keys_B = self.sampling.keys(rows_B)
         return keys_B, self._next(logits_BV, keys_B, rows_B < 0, number), number + 1, cache
 
     def _decode(self, S, variables, keys_B, token_B, number, cache):
         model = self.layout.model.merge(variables)
         ended_B = (token_B < 0) | jnp.isin(token_B, self.end)
-        logits_BV, cache = model.decode(jnp.maximum(token_B, 0), cache)
+        logits_BV, cache = zoo_cache.decode(model, jnp.maximum(token_B, 0), cache)
         return self._next(logits_BV, keys_B, ended_B, number), number + 1, cache
 
     def _next(self, logits_BV, keys_B, ended_B, number):

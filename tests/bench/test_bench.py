@@ -40,9 +40,9 @@ from tests.by_hand.hlo_programs import ACROSS_SLICES
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES
 from tests.support.quick import QUICK
+from zoo.llama_relatives import RULES, Config, Transformer
 from zoo.siglip import Config as Siglip
 from zoo.sizes import SIGLIP
-from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("bench")
 

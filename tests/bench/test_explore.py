@@ -42,6 +42,7 @@ from recipes.instruments.plan.search import meshes
 from tests.conftest import ROOT
 from zoo.core.strategies import DECODER
 from zoo.experts.expert_strategies import EXPERT_DECODER
+from zoo.options import cache as zoo_cache
 
 pytestmark = pytest.mark.promise("bench")
 
@@ -326,7 +327,7 @@ def test_the_cache_has_the_sharding_that_generation_gives_it(name, strategy, mes
     for index, (axes, shape) in enumerate(arrays.cache(abstract_of(name, config))):
 
         def prefill(variables, tokens, lengths):
-            return layout.model.merge(variables).prefill(tokens, lengths, 32)[1][index]  # noqa: B023
+            return zoo_cache.prefill(layout.model.merge(variables), tokens, lengths, 32)[1][index]  # noqa: B023
 
         whole = jax.ShapeDtypeStruct((8, 32), np.int32), jax.ShapeDtypeStruct((8,), np.int32)
         batch = jax.tree.map(

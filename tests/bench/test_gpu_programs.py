@@ -23,7 +23,7 @@ from recipes.instruments.plan.targets import topology
 from recipes.transformer import MODEL
 from zoo.gemma3 import Config as Gemma3Config
 from zoo.gemma3 import Gemma3
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = [
     pytest.mark.promise("attention"),

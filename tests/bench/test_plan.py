@@ -50,9 +50,9 @@ from zoo import moe, qwen3_next
 from zoo.experts.mixture import EXPERT_REMAT
 from zoo.experts.slots import ROOM
 from zoo.kernels import splash
+from zoo.llama_relatives import Config, Transformer
 from zoo.moe import MoE
 from zoo.recurrent import delta
-from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("bench")
 

@@ -15,6 +15,7 @@ import numpy as np
 from data import text
 from recipes.common import checkpoint
 from recipes.common.mesh import make_mesh
+from zoo.options import log_probs as zoo_log_probs
 
 ROWS = 8
 
@@ -28,7 +29,7 @@ def log_probs(dtype: str, length: int) -> np.ndarray:
     rows = (held_out[n] for n in range(len(held_out)))
     whole = [*itertools.islice((row for row in rows if (row["targets"] >= 0).all()), ROWS)]
     batch = {name: np.stack([row[name] for row in whole]) for name in ("tokens", "targets")}
-    run = lambda variables, batch: layout.model.merge(variables).log_probs(**batch)  # noqa: E731
+    run = lambda variables, batch: zoo_log_probs.log_probs(layout.model.merge(variables), **batch)  # noqa: E731
     return np.asarray(layout.compile(run, variables, batch)(variables, batch))
 
 

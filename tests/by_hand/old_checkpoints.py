@@ -23,7 +23,7 @@ from recipes.common.storage import folders
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialize
 from tests.support.runs import saving
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 VERSION = "v0.1"
 CONFIG = Config(32, 16, 2, num_heads=4, num_kv_heads=2, head_dim=4, mlp=32, qkv_bias=True)

@@ -31,7 +31,7 @@ def measure(devices: int) -> dict[str, float]:
     from recipes.common.runtime import mesh, processes
     from recipes.common.train import feed
     from recipes.instruments.bench.common import make_step
-    from zoo.transformer import SIZES
+    from zoo.llama_relatives import SIZES
 
     found: dict[str, float] = {}
 

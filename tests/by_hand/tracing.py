@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from zoo.core.attention import attend
-from zoo.transformer import RULES
+from zoo.llama_relatives import RULES
 
 
 def main(lengths: list[int]) -> None:

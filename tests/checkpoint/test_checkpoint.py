@@ -25,7 +25,7 @@ from recipes.common.train.state import abstract_state, initialize
 from tests.conftest import ROOT, full_except
 from tests.support.entries import QUICK
 from tests.support.runs import assert_bit_equal, saving, state_of
-from zoo.transformer import RULES, Config, Transformer
+from zoo.llama_relatives import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("restore")
 

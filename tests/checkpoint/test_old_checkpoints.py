@@ -15,9 +15,9 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.train.state import abstract_state
 from tests.by_hand.old_checkpoints import layout_on, optimizer, sums
 from tests.conftest import ROOT
-from zoo.core.layers import Kind, Llama3
+from zoo.core.layers import AttentionType, Llama3
+from zoo.llama_relatives import Config
 from zoo.options.rope_scaling import Linear, Yarn
-from zoo.transformer import Config
 
 pytestmark = pytest.mark.promise("old-checkpoints")
 
@@ -99,21 +99,24 @@ def test_lists_in_old_configs_become_the_right_classes():
     scaled = Yarn(
         factor=4.0, beta_fast=3.0, beta_slow=1.0, original_length=16, truncate=True, magnitude=1.2
     )  # fmt: skip
-    assert (tiny.rope_scaling, tiny.kinds) == (None, (Kind(None, 1e4, None),))
+    assert (tiny.rope_scaling, tiny.kinds) == (None, (AttentionType(None, 1e4, None),))
     assert llama.rope_scaling == Llama3(
         factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8_192
     )
     assert linear.rope_scaling == Linear(factor=3.0)
     assert linear.lora_targets == ("q", "down")
     assert yarn.rope_scaling == scaled
-    assert yarn.kinds == (Kind(7, 1e4, scaled),)
+    assert yarn.kinds == (AttentionType(7, 1e4, scaled),)
     assert mixed.layer_kinds == (
-        Kind(window=5, rope_theta=1e4),
-        Kind(window=None, rope_theta=1e6, rope_scaling=Linear(2.0)),
-        Kind(window=9, rope_theta=1e5, rope_scaling=scaled),
+        AttentionType(window=5, rope_theta=1e4),
+        AttentionType(window=None, rope_theta=1e6, rope_scaling=Linear(2.0)),
+        AttentionType(window=9, rope_theta=1e5, rope_scaling=scaled),
     )
-    assert other.kinds == (Kind(None, None), Kind(4, 5e5, Llama3(8.0, 1.0, 4.0, 8_192)))
-    assert all(type(kind) is Kind for kind in (*mixed.kinds, *other.kinds))
+    assert other.kinds == (
+        AttentionType(None, None),
+        AttentionType(4, 5e5, Llama3(8.0, 1.0, 4.0, 8_192)),
+    )
+    assert all(type(kind) is AttentionType for kind in (*mixed.kinds, *other.kinds))
 
 
 @pytest.mark.parametrize("stored", [["linear"], ["yarn", 4.0], [8.0, 1.0], ["ntk", 2.0], "yarn", 3])

@@ -37,7 +37,7 @@ from tests.support.entries import ENTRIES as PROVEN
 from tests.support.entries import FAMILY_CASES, FAST
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, state_of
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("published")
 

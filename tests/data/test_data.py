@@ -24,7 +24,7 @@ from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train.feed import to_devices
 from recipes.common.train.step import _interleaved
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("batches")
 

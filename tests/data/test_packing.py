@@ -15,7 +15,7 @@ from data import DataError, batches, corpus, packing, sources, text
 from data.batches import held_out_batches, train_batches
 from tests.support.quick import QUICK
 from tests.support.small_tokenizers import small
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("packing")
 

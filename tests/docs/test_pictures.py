@@ -9,7 +9,7 @@ from recipes.common.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
 from tests.conftest import ROOT
 from tests.support import strategies_picture as picture
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("readmes")
 

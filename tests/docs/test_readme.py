@@ -33,7 +33,8 @@ from tests.conftest import ROOT
 from tests.support import runs
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
-from zoo import deepseek, transformer
+from zoo import deepseek
+from zoo import llama_relatives as transformer
 from zoo.core.strategies import DECODER
 
 pytestmark = pytest.mark.promise("readmes")

@@ -25,8 +25,8 @@ from tests.support import small_tasks, small_tokenizers
 from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
+from zoo.llama_relatives import Config, Transformer
 from zoo.options.rope_scaling import Dynamic, LongRope
-from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("evaluation")
 

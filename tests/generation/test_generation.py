@@ -31,8 +31,9 @@ from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from zoo import gpt_oss
 from zoo.core.strategies import DECODER
+from zoo.llama_relatives import Config, Transformer
+from zoo.options import cache as zoo_cache
 from zoo.options.rope_scaling import Dynamic, LongRope
-from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("generation")
 
@@ -109,10 +110,10 @@ def logits_of(layout, variables, written) -> np.ndarray:
 
     def run(variables, tokens_BT, lengths_B, more):
         model = layout.model.merge(variables)
-        first_BV, cache = model.prefill(tokens_BT, lengths_B, T + NEW)
+        first_BV, cache = zoo_cache.prefill(model, tokens_BT, lengths_B, T + NEW)
 
         def step(cache, tokens_B):
-            logits_BV, cache = model.decode(tokens_B, cache)
+            logits_BV, cache = zoo_cache.decode(model, tokens_B, cache)
             return cache, logits_BV
 
         _, logits = jax.lax.scan(step, cache, more[:-1])
@@ -152,7 +153,7 @@ def test_a_row_is_scaled_by_its_own_length(scaling, quick):
         (alone,) = generate([prompt], 10)
         assert alone[:6] == row
     if scaling == "longrope":  # the row of 18 is read again with the long factors at 21
-        read = jax.jit(lambda t, n: layout.model.merge(variables).prefill(t, n, 32)[0])
+        read = jax.jit(lambda t, n: zoo_cache.prefill(layout.model.merge(variables), t, n, 32)[0])
         tokens = [*prompts[1], *together[1]]
         for length in range(18, 24):
             padded_BT = np.array([[0] * (32 - length) + tokens[:length]], np.int32)
@@ -169,7 +170,7 @@ def test_logits_of_padded_prompts_are_those_of_their_own_length(scaling):
     random = np.random.default_rng(0)
     tokens_BT = random.integers(0, 384, (3, 32)).astype(np.int32)
     lengths_B = np.array([3, 20, 25], np.int32)
-    found_BV, cache = jax.jit(lambda t, n: model.prefill(t, n, 40))(tokens_BT, lengths_B)
+    found_BV, cache = jax.jit(lambda t, n: zoo_cache.prefill(model, t, n, 40))(tokens_BT, lengths_B)
     more_BV, _ = jax.jit(model.decode)(tokens_BT[:, 0], cache)
     for b, length in enumerate(lengths_B):
         row = tokens_BT[b, 32 - length :]

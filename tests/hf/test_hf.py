@@ -50,12 +50,12 @@ from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
 from zoo import gpt_oss, moe
-from zoo.core.config import Compute
-from zoo.core.layers import Kind, Llama3, rope_angles
+from zoo.core.layers import AttentionType, Llama3, rope_angles
 from zoo.gemma3 import SIZES
-from zoo.options.llama_options import Variant
+from zoo.llama_relatives import Config, Transformer
+from zoo.options.compute_options import ComputeOptions
+from zoo.options.llama_options import LlamaOptions
 from zoo.options.rope_scaling import Linear, Yarn
-from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("hugging-face")
 
@@ -240,10 +240,13 @@ def test_every_option_of_config_is_read():
     found = {n: c for n, c in every.items() if type(c) in kinds and n not in RELATIVES}
     assert found["llama3"].rope_scaling == Llama3(8.0, 1.0, 4.0, 16)
     assert found["llama_linear"].rope_scaling == Linear(3.0)
-    assert found["ministral"].layer_kinds == (Kind(5, 1e4), Kind(None, 1e4))
+    assert found["ministral"].layer_kinds == (AttentionType(5, 1e4), AttentionType(None, 1e4))
     assert found["ministral"].num_layers == 5, "two periods and a layer"
     scaling = Yarn(4.0, 32.0, 1.0, 16, True, (0.15 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
-    assert found["qwen3_yarn"].layer_kinds == (Kind(None, 30.0, scaling), Kind(5, 30.0, scaling))
+    assert found["qwen3_yarn"].layer_kinds == (
+        AttentionType(None, 30.0, scaling),
+        AttentionType(5, 30.0, scaling),
+    )
     assert found["llama3"].rope_theta == 5e5
     assert found["mistral"].sliding_window == 5
     assert found["qwen3"].head_dim == 6
@@ -262,9 +265,12 @@ def test_every_option_of_config_is_read():
     assert [c.qk_norm for c in gemma] == [True, False, True]
     assert [(c.soft_cap, c.logits_soft_cap) for c in gemma[:2]] == [(None, None), (2.0, 3.0)]
     assert [c.query_scalar for c in gemma] == [12, 9, 12]
-    local, wide = Kind(5, 1e3), Kind(None, 1e5, Linear(8.0))
+    local, wide = AttentionType(5, 1e3), AttentionType(None, 1e5, Linear(8.0))
     assert [c.layer_kinds for c in gemma[::2]] == [(local,) * 5 + (wide,), (local, wide)]
-    assert (gemma[0].num_layers, gemma[1].layer_kinds) == (7, (Kind(5, 1e4), Kind(None, 1e4)))
+    assert (gemma[0].num_layers, gemma[1].layer_kinds) == (
+        7,
+        (AttentionType(5, 1e4), AttentionType(None, 1e4)),
+    )
     dtypes = {n: {str(v.dtype) for f in (GOLDEN / n).glob("*.safetensors")
                   for v in tensors_of(f).values()} for n in found}  # fmt: skip
     assert dtypes["llama2"] == {"float16"}
@@ -300,23 +306,29 @@ RELATIVES = {  # golden model → the switches that it sets
 @pytest.mark.parametrize("name", RELATIVES)
 def test_a_relative_of_llama_sets_its_switches_and_no_other(name):
     config = hf.Folder(GOLDEN / name).config
-    switches = {*Variant.__dataclass_fields__} - {*Compute.__dataclass_fields__}
+    switches = {*LlamaOptions.__dataclass_fields__} - {*ComputeOptions.__dataclass_fields__}
     routing = {"normalize", "shared_mlp", "shared_gate", "sigmoid", "route_scale", "groups"}
     switches |= (routing | {"top_groups", "dense_layers", "dense_mlp"}) & {*vars(config)}
     fields = type(config).__dataclass_fields__
     found = {n: getattr(config, n) for n in switches if getattr(config, n) != fields[n].default}
     assert found == RELATIVES[name]
     kinds = {
-        "olmo3": (*[Kind(5, 5e5)] * 3, Kind(None, 5e5, Yarn(4.0, 2.0, 1.0, 16, True, MAGNITUDE))),
-        "smollm3": (Kind(None, 2e6), Kind(7, None)),
-        "qwen2_moe": (Kind(5, 1e4), Kind(None, 1e4), Kind(None, 1e4)),
+        "olmo3": (
+            *[AttentionType(5, 5e5)] * 3,
+            AttentionType(None, 5e5, Yarn(4.0, 2.0, 1.0, 16, True, MAGNITUDE)),
+        ),
+        "smollm3": (AttentionType(None, 2e6), AttentionType(7, None)),
+        "qwen2_moe": (AttentionType(5, 1e4), AttentionType(None, 1e4), AttentionType(None, 1e4)),
     }
     assert config.layer_kinds == kinds.get(name, ())
 
 
 def test_a_model_without_rotary_layers_is_exported_without_a_theta():
     """Null is refused by transformers."""
-    for kinds in ((Kind(None, None),), (Kind(5, None), Kind(None, None))):
+    for kinds in (
+        (AttentionType(None, None),),
+        (AttentionType(5, None), AttentionType(None, None)),
+    ):
         config = dataclasses.replace(hf.Folder(GOLDEN / "smollm3").config, layer_kinds=kinds)
         family = hf.folder.family_of("transformer", config, "SmolLM3ForCausalLM")
         keys = family.config_json(config, 64)
@@ -330,7 +342,7 @@ def test_each_shard_is_the_part_of_the_parameter_that_the_rules_say(family, rule
     whole = params_of(f"hf:{GOLDEN / family}")
     table = rules
     if isinstance(rules, dict):  # H inside of their dim N·H: what is read first, is cut again
-        from zoo.transformer import RULES
+        from zoo.llama_relatives import RULES
 
         table = RULES["fsdp_tp"] | {"kv_heads": None, "vocab": "model"} | rules
     model, metadata = checkpoint.restore(f"hf:{GOLDEN / family}", make_mesh("4x2"), table)
@@ -639,7 +651,7 @@ def test_a_llama3_scaling_whose_low_factor_is_above_its_high_one_is_a_step():
     keys["rope_parameters"] |= {"low_freq_factor": 4.0, "high_freq_factor": 1.0}
     keys["rope_parameters"] |= {"rope_theta": 30.0, "original_max_position_embeddings": 64}
     config = config_of(keys | {"head_dim": 16})
-    kind = Kind(None, config.rope_theta, config.rope_scaling)
+    kind = AttentionType(None, config.rope_theta, config.rope_scaling)
     found = rope_angles(kind, 16, np.ones((1, 1), np.int32))[0, 0]
     plain = 30.0 ** -(np.arange(8) / 8)
     assert 1 < 64 * plain[4] / (2 * np.pi) < 4, "between the factors, where a ramp would differ"
@@ -688,13 +700,18 @@ def test_options_without_an_architecture_in_transformers_are_not_exported(tmp_pa
         hf.write(tmp_path / "out", "transformer", config, 64, lambda path: pytest.fail("read"))
     assert list(tmp_path.iterdir()) == []
     for kinds, said in (
-        ((Kind(4, 1e4), Kind(5, 1e4)), "Kind.window=4.*Kind.window=5"),
-        ((Kind(4, 1e4), Kind(4, 1e6)), "rope_theta=1000000"),
+        (
+            (AttentionType(4, 1e4), AttentionType(5, 1e4)),
+            "AttentionType.window=4.*AttentionType.window=5",
+        ),
+        ((AttentionType(4, 1e4), AttentionType(4, 1e6)), "rope_theta=1000000"),
     ):
         unlike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=kinds)
         with pytest.raises(UserError, match=f"can't have layer_kinds=.*{said}.*; use"):
             hf.write(tmp_path / "out", "transformer", unlike, 64, lambda path: pytest.fail("read"))
-    alike = Config(64, 32, 2, 8, 4, 4, 32, layer_kinds=(Kind(5, 1e4), Kind(5, 1e4)))
+    alike = Config(
+        64, 32, 2, 8, 4, 4, 32, layer_kinds=(AttentionType(5, 1e4), AttentionType(5, 1e4))
+    )
     assert config_of(json_of(alike, 64)).sliding_window == 5
     # Their Llama needs its embed to be divisible by its heads; their Mistral doesn't.
     theirs = json_of(Config(64, 32, 2, 6, 2, 4, 32), 64)
@@ -706,7 +723,7 @@ def test_options_without_an_architecture_in_transformers_are_not_exported(tmp_pa
     [
         ({"balance_rate": 1e-3}, "layers/experts/bias"),
         ({"qkv_bias": True}, "qkv_bias=True"),
-        ({"layer_kinds": (Kind(5, 1e4), Kind(None, 1e4))}, "layer_kinds="),
+        ({"layer_kinds": (AttentionType(5, 1e4), AttentionType(None, 1e4))}, "layer_kinds="),
     ],
 )
 def test_experts_without_an_architecture_in_transformers_are_not_exported(fields, said, tmp_path):
@@ -910,13 +927,15 @@ def test_older_keys_of_gemma_mean_what_newer_ones_mean():
     older |= {"rope_parameters": ..., "layer_types": ..., "sliding_window_pattern": 6}
     assert gemma_config(keys, **older) == gemma_config(keys)
     # As in the published 1b: no scaling.
-    assert gemma_config(keys, **older | {"rope_scaling": None}).layer_kinds[-1] == Kind(None, 1e5)
+    assert gemma_config(keys, **older | {"rope_scaling": None}).layer_kinds[-1] == AttentionType(
+        None, 1e5
+    )
     of_three = gemma_config(keys, layer_types=..., sliding_window_pattern=3)
     assert [kind.window for kind in of_three.layer_kinds] == [5, 5, None]
     # Local layers may have a scaling too; only the newer keys can say so.
     both = {S: {"rope_theta": 1e3} | scaling, F: {"rope_theta": 1e5}}
     ours = gemma_config(keys, rope_parameters=both)
-    assert ours.layer_kinds[0] == Kind(5, 1e3, Linear(8.0))
+    assert ours.layer_kinds[0] == AttentionType(5, 1e3, Linear(8.0))
     assert gemma_config(gemma.config_json(ours, 64)) == ours
     for one_kind in ([S] * 7, [F] * 7):
         ours = gemma_config(keys, layer_types=one_kind)
@@ -994,13 +1013,19 @@ def test_the_text_model_is_read_from_under_its_prefix(folder, prefix, capfd):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"layer_kinds": (Kind(4, 1e4), Kind(5, 1e4))}, "windows of different lengths"),
         (
-            {"layer_kinds": (Kind(4, 1e4), Kind(4, 1e5))},
+            {"layer_kinds": (AttentionType(4, 1e4), AttentionType(5, 1e4))},
+            "windows of different lengths",
+        ),
+        (
+            {"layer_kinds": (AttentionType(4, 1e4), AttentionType(4, 1e5))},
             "different rotary embeddings in layers of one kind",
         ),
         ({"qk_norm": False}, "different rotary embeddings"),
-        ({"layer_kinds": (Kind(4, 1e4), Kind(None, None))}, "layers without rotary embeddings"),
+        (
+            {"layer_kinds": (AttentionType(4, 1e4), AttentionType(None, None))},
+            "layers without rotary embeddings",
+        ),
         ({"soft_cap": 5.0}, "both qk_norm and soft_cap"),
         ({"embed": 72}, "an embed that num_heads does not divide"),
     ],
@@ -1305,7 +1330,9 @@ def test_a_name_of_the_hub_is_resolved_by_its_client(monkeypatch):
 def tiny(tmp_path_factory):
     """A folder of unlike layers whose vocabulary holds the recipe's bytes."""
     target, rng = tmp_path_factory.mktemp("hf") / "tiny", np.random.default_rng(3)
-    config = dataclasses.replace(Config.tiny(), layer_kinds=(Kind(24, 1e4), Kind(None, 1e4)))
+    config = dataclasses.replace(
+        Config.tiny(), layer_kinds=(AttentionType(24, 1e4), AttentionType(None, 1e4))
+    )
     shapes = paths(abstract_model(lambda: Transformer(config, rngs=nnx.Rngs(0))).shapes["params"])
 
     def read(path):

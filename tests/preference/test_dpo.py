@@ -31,8 +31,8 @@ from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of, talker
 from zoo.core.decoder import Decoder
+from zoo.llama_relatives import Transformer
 from zoo.moe import MoE
-from zoo.transformer import Transformer
 
 pytestmark = pytest.mark.promise("preferences")
 

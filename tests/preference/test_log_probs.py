@@ -19,7 +19,8 @@ from tests.support.models import packed_batch, random_variables
 from tests.support.quick import QUICK
 from zoo.bert import Bert
 from zoo.bert import Config as BertConfig
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
+from zoo.options import log_probs as zoo_log_probs
 
 pytestmark = pytest.mark.promise("preferences")
 
@@ -47,7 +48,7 @@ def log_probs_and_gradients(mesh: str, strategy: str):
     layout = layout_on(mesh, strategy)
 
     def weighted(variables, batch, weights_B):
-        log_probs_BT = layout.model.merge(variables).log_probs(**batch)
+        log_probs_BT = zoo_log_probs.log_probs(layout.model.merge(variables), **batch)
         return (log_probs_BT.sum(axis=1) * weights_B).sum(), log_probs_BT
 
     arguments = (
@@ -104,7 +105,7 @@ def test_a_bias_of_logits_counts():
     weights_B1 = WEIGHTS_B[:2, None]
 
     def chunked(variables):
-        return layout.model.merge(variables).log_probs(**rows)
+        return zoo_log_probs.log_probs(layout.model.merge(variables), **rows)
 
     def from_all_logits(variables):
         logits_BTV = layout.model.merge(variables)(rows["tokens"], rows["segment_ids"])
@@ -150,7 +151,7 @@ def test_there_are_never_logits_of_all_positions():
     batch = layout.abstract_batch({name: rows[0] for name, rows in ROWS.items()})
 
     def weighted(variables, batch):
-        return layout.model.merge(variables).log_probs(**batch).sum()
+        return zoo_log_probs.log_probs(layout.model.merge(variables), **batch).sum()
 
     program = layout.compile(jax.grad(weighted), layout.variables(), batch, compiler_options=QUICK)
     text = program.as_text() or ""

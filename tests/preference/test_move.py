@@ -16,7 +16,9 @@ from recipes.common.sharding.move import move
 from tests.conftest import full_except
 from tests.support.models import random_values
 from tests.support.quick import QUICK
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
+from zoo.options import cache as zoo_cache
+from zoo.options import log_probs as zoo_log_probs
 
 pytestmark = pytest.mark.promise("move")
 
@@ -108,7 +110,7 @@ def while_training(strategy: str) -> np.ndarray:
     arrays = TOKENS_BT[:, :-1], TOKENS_BT[:, 1:]
     placed = jax.device_put(arrays, layout.batch_shardings(arrays))
     program = layout.compile(
-        lambda variables, arrays: layout.model.merge(variables).log_probs(*arrays),
+        lambda variables, arrays: zoo_log_probs.log_probs(layout.model.merge(variables), *arrays),
         layout.variables(), placed, compiler_options=QUICK,
     )  # fmt: skip
     return np.asarray(program(variables_of(strategy), placed))[:, PROMPT - 1 :]
@@ -135,10 +137,10 @@ def generator(strategy: str):
     layout = layout_of(strategy)
 
     def prefill(variables, tokens_BT, lengths_B):
-        return layout.model.merge(variables).prefill(tokens_BT, lengths_B, LENGTH)
+        return zoo_cache.prefill(layout.model.merge(variables), tokens_BT, lengths_B, LENGTH)
 
     def decode(variables, tokens_B, cache):
-        return layout.model.merge(variables).decode(tokens_B, cache)
+        return zoo_cache.decode(layout.model.merge(variables), tokens_B, cache)
 
     def put(*arrays):
         return jax.device_put(arrays, layout.replicated)

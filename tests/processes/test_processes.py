@@ -151,7 +151,7 @@ from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.train.feed import device_batches
 from zoo import vit
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Flags:

@@ -31,7 +31,7 @@ from recipes.instruments.prove.precision import prove_precision
 from recipes.instruments.prove.subject import layouts, reference_layout
 from tests.conftest import ROOT, full_except
 from tests.support.quick import QUICK
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("prove")
 

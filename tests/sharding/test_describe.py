@@ -16,7 +16,7 @@ from recipes.common.runtime import UserError
 from recipes.common.sharding import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state
-from zoo.transformer import RULES, Config, Transformer
+from zoo.llama_relatives import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("own-rules")
 

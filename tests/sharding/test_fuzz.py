@@ -21,10 +21,10 @@ from recipes.common.runtime.flags import Run
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import abstract_model, paths
 from recipes.common.sharding.rules import partition_spec, select
-from zoo.core.layers import Kind
+from zoo.core.layers import AttentionType
 from zoo.core.strategies import DECODER
+from zoo.llama_relatives import RULES, Config, Transformer
 from zoo.options.rope_scaling import Linear, Yarn
-from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("user-errors")
 
@@ -136,7 +136,7 @@ def test_files_of_rules(tmp_path_factory, content, axes):
 
 sizes = st.sampled_from([*[2, 4, 8] * 8, 1, 3, 6, 16, 0, -1])  # some configs are valid
 scalings = st.sampled_from([None, Linear(2.0), Yarn(4.0, 32.0, 1.0, 16, True, 1.1)])
-kinds = st.builds(Kind, st.one_of(st.none(), sizes), st.sampled_from([1e4, 1e6]), scalings)
+kinds = st.builds(AttentionType, st.one_of(st.none(), sizes), st.sampled_from([1e4, 1e6]), scalings)
 
 
 @fuzz(max_examples=80)

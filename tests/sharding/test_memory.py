@@ -12,7 +12,7 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.state import abstract_state, initialization
 from tests.conftest import full_except
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("layouts")
 

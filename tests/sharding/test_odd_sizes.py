@@ -22,7 +22,7 @@ from tests.support import odd_shapes, runs
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("uneven-sizes")
 

@@ -35,6 +35,7 @@ from tests.support.entries import OPTIMIZER
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.runs import saving
+from zoo.options import cache as zoo_cache
 from zoo.parallel import pipeline
 
 pytestmark = pytest.mark.promise("meshes-agree")
@@ -493,7 +494,7 @@ def test_generation_needs_all_layers():
     layout = layout_of("transformer", deep("transformer"), "data=2,pipe=4", "pp")
 
     def call(variables, tokens):
-        return layout.model.merge(variables).prefill(tokens, np.ones(B, np.int32), T)
+        return zoo_cache.prefill(layout.model.merge(variables), tokens, np.ones(B, np.int32), T)
 
     tokens = layout.abstract_batch(jax.ShapeDtypeStruct((T,), np.int32))
     with pytest.raises(ValueError, match="which can't generate"):

@@ -23,7 +23,8 @@ from tests.support import entries as proof
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY
 from zoo.core.strategies import DECODER
-from zoo.transformer import RULES, Config, Transformer
+from zoo.llama_relatives import RULES, Config, Transformer
+from zoo.options import cache as zoo_cache
 
 pytestmark = pytest.mark.promise("own-rules")
 
@@ -127,7 +128,7 @@ def call_under(entry: str, rules, method: str = "loss") -> None:
         if method == "loss":
             return model.loss(**batch)[0]
         if method == "prefill":
-            return model.prefill(batch["tokens"], rows, 32)[0]
+            return zoo_cache.prefill(model, batch["tokens"], rows, 32)[0]
         return model(next(iter(batch.values())))
 
     mesh = jax.make_mesh((4, 2), ("data", "model"))

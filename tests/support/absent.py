@@ -5,7 +5,7 @@ import functools
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from recipes.common.sharding.layout import Layout, make_layout
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 TPU, H100, MI300 = (
     ("tpu", "TPU v5e"),

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.core.attention import make_positions
-from zoo.core.layers import Kind
+from zoo.core.attention import make_inputs
+from zoo.core.layers import AttentionType
 from zoo.core.vocabulary import Batch
 from zoo.qwen3_next import Qwen3Next
 
@@ -30,9 +30,9 @@ def further_logits(model, tokens_BT, ids_BT=None) -> jax.Array:
     next_BTD = model.embed[...][np.concatenate([tokens_BT[:, 1:], after_B1], axis=1)]
     pair = normed(next_BTD, model.mtp.token_norm), normed(x_BTD, model.mtp.hidden_norm)
     joined_BTD = jnp.concatenate(pair, axis=-1) @ model.mtp.join[...]
-    positions = make_positions(config, jnp.asarray(tokens_BT), ids_BT)
+    positions = make_inputs(config, jnp.asarray(tokens_BT), ids_BT)
     positions = dataclasses.replace(positions, generates=True)  # so that experts drop nothing
-    kind = Kind(config.sliding_window, config.rope_theta, config.rope_scaling)
+    kind = AttentionType(config.sliding_window, config.rope_theta, config.rope_scaling)
     y_BTD, _, _ = model.mtp.layer(joined_BTD, positions, kind)
     table = model.embed if config.tie_embeddings else model.unembed
     return normed(y_BTD, model.mtp.final_norm) @ table[...].T

@@ -16,9 +16,9 @@ from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, Tree, make_layout, shardings
 from recipes.common.train.step import gradients
 from tests.support.quick import QUICK
-from zoo.core.config import Compute
 from zoo.core.decoder import Decoder
 from zoo.experts import matmul as expert_matmul
+from zoo.options.compute_options import ComputeOptions
 
 
 def random_values(shapes: Tree, seed: int = 0) -> Tree:
@@ -47,7 +47,7 @@ def built(module: type[nnx.Module], config: Any, seed: int = 0, **options) -> An
     return jax.jit(lambda: module(config, rngs=nnx.Rngs(seed), **options))()
 
 
-def random_decoder(model: type[Decoder], config: Compute) -> Decoder:
+def random_decoder(model: type[Decoder], config: ComputeOptions) -> Decoder:
     """A model with wide random parameters, norms and biases of the choice of experts included."""
     graph, state = nnx.split(nnx.eval_shape(lambda: model(config, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def packed_batch(rows: int = 8, length: int = 24) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def loss_and_gradients(model: type[Decoder], config: Compute, mesh: str, strategy: str):
+def loss_and_gradients(model: type[Decoder], config: ComputeOptions, mesh: str, strategy: str):
     """(mean figures, gradients by path)."""
     rows, random = packed_batch(), np.random.default_rng(1)
     layout = make_layout(model, config, make_mesh(mesh), strategy, batch_size=8, seq_len=24)

@@ -19,6 +19,7 @@ from recipes.common.sharding.rules import used_axes
 from recipes.common.train.step import gradients
 from tests.support.models import random_values
 from tests.support.quick import QUICK
+from zoo.options import cache as zoo_cache
 
 # Entries whose Configs are drawn: language models, and three others with fields of their own.
 ENTRIES = [
@@ -196,8 +197,10 @@ def compute(case: Case, layout: Layout, *, logits_only: bool):
         model = layout.model.merge(variables)
         outputs = {"logits": model(batch["tokens"], batch["segment_ids"])}
         if not logits_only:
-            outputs["prefill"], cache = model.prefill(batch["tokens"], lengths_B, slots=72)
-            outputs["decode"], _ = model.decode(lengths_B, cache)
+            outputs["prefill"], cache = zoo_cache.prefill(
+                model, batch["tokens"], lengths_B, slots=72
+            )
+            outputs["decode"], _ = zoo_cache.decode(model, lengths_B, cache)
         return outputs
 
     def run(variables, batch):

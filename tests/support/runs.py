@@ -22,7 +22,7 @@ from recipes.common.runtime.flags import Run
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
 from tests.support import small_tokenizers
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 TINY = ("--size=tiny", "--sample_bytes=0", "--seq_len=32", "--batch_size=16")
 

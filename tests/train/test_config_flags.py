@@ -13,10 +13,10 @@ from recipes.common import checkpoint
 from recipes.common.config_flags import changed_setting, comment, configure, read
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
-from zoo.core.layers import Kind
+from zoo.core.layers import AttentionType
 from zoo.gpt_oss import Config as GptOss
+from zoo.llama_relatives import Config
 from zoo.options.rope_scaling import Linear, Yarn
-from zoo.transformer import Config
 
 pytestmark = pytest.mark.promise("user-errors")
 
@@ -104,7 +104,7 @@ def test_structured_fields_become_what_the_model_computes_with():
     texts = ('layer_kinds=[[5, 1e4, null], [null, 1e4, ["linear", 4]]]', "unroll=2")
     flags = dataclasses.replace(transformer.MODEL, set=texts)
     config = configure(Config.tiny(), flags, jax.devices()[0])
-    assert config.layer_kinds == (Kind(5, 1e4), Kind(None, 1e4, Linear(4)))
+    assert config.layer_kinds == (AttentionType(5, 1e4), AttentionType(None, 1e4, Linear(4)))
     assert config.unroll == 2
 
 

@@ -52,7 +52,7 @@ from tests.support.runs import TINY, assert_bit_equal, forget_hashes, saving, st
 from tests.support.small_tokenizers import byte_level, metaspace
 from zoo import moe
 from zoo.core.layers import project
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("lora")
 

@@ -16,7 +16,7 @@ from recipes.common.sharding.layout import make_layout
 from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records, state_of
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("low-precision")
 

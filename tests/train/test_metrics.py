@@ -21,7 +21,8 @@ from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records, state_of
-from zoo import dot_relu_dot, mlp, transformer
+from zoo import dot_relu_dot, mlp
+from zoo import llama_relatives as transformer
 
 pytestmark = pytest.mark.promise("watching")
 

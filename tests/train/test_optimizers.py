@@ -32,7 +32,7 @@ from tests.support.entries import ENTRIES, FAMILY_CASES, FAST
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import assert_bit_equal, records, state_of
-from zoo.transformer import SIZES, Transformer
+from zoo.llama_relatives import SIZES, Transformer
 
 pytestmark = pytest.mark.promise("optimizers")
 

@@ -34,7 +34,7 @@ from recipes.common.train.metrics import Log
 from tests.conftest import ROOT
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, records, saving, state_of, steps_saved
-from zoo.transformer import Config, Transformer
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("watching")
 

@@ -19,7 +19,7 @@ from recipes.instruments.prove.run import OPTIMIZER, numbers, restored
 from tests.support.entries import ENTRIES
 from tests.support.models import random_values
 from tests.support.quick import QUICK
-from zoo.transformer import Transformer
+from zoo.llama_relatives import Transformer
 
 pytestmark = pytest.mark.promise("optimizers")
 

@@ -58,8 +58,8 @@ from zoo.kernels.choice import (
 )
 from zoo.kernels.flash import TILE
 from zoo.kernels.splash import may_see
+from zoo.llama_relatives import RULES, Config, Transformer
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.transformer import RULES, Config, Transformer
 
 pytestmark = pytest.mark.promise("attention")
 
@@ -727,7 +727,7 @@ import dataclasses, sys
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from recipes.instruments.bench.common import make_step
-from zoo.transformer import Config
+from zoo.llama_relatives import Config
 
 def trace(platform, kind):
     config = dataclasses.replace(Config.tiny(), dtype="bfloat16")

@@ -16,7 +16,7 @@ from tests.conftest import full_except
 from tests.support.models import loss_and_gradients, packed_batch, random_decoder, worst
 from tests.support.quick import QUICK
 from zoo import deepseek
-from zoo.core.attention import make_positions
+from zoo.core.attention import make_inputs
 from zoo.core.decoder import Decoder
 from zoo.deepseek import RULES, Config, DeepSeek
 from zoo.experts.mixture import Routing, in_best_groups
@@ -121,7 +121,7 @@ def test_latent_attention_is_its_definition(changes, mesh, rules, kernel):
         def compute(state, x_BTD):
             # Places in the row: rotary embeddings depend on differences alone.
             tokens_BT = jnp.zeros((4, length), jnp.int32)
-            positions = make_positions(model.config, tokens_BT, jnp.asarray(ids_BT))
+            positions = make_inputs(model.config, tokens_BT, jnp.asarray(ids_BT))
             return nnx.merge(graph, state)(x_BTD, positions, kind)[0]
 
         found_BTD = np.asarray(jax.jit(compute, compiler_options=QUICK)(state, x_BTD))
@@ -197,7 +197,7 @@ def test_experts_and_their_figures_are_their_definition(changes):
     config, E, J = model.config, TINY.num_experts, TINY.experts_per_token
     layer = jax.tree.map(lambda x: x[0], model.layers)
     x_BTD = np.random.default_rng(1).normal(size=(B, T, 64)).astype(np.float32)
-    positions = make_positions(config, jnp.zeros((B, T), jnp.int32))
+    positions = make_inputs(config, jnp.zeros((B, T), jnp.int32))
     run = jax.jit(lambda x: layer.experts(x, positions), compiler_options=QUICK)
     found_BTD, figures = run(x_BTD)
 

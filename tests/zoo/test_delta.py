@@ -13,9 +13,9 @@ from recipes.common.mesh import make_mesh
 from tests.conftest import full_except
 from tests.support.models import built
 from tests.support.quick import QUICK
-from zoo.core.attention import make_positions
-from zoo.core.config import Compute
+from zoo.core.attention import make_inputs
 from zoo.core.sharding import constrain, in_use
+from zoo.options.compute_options import ComputeOptions
 from zoo.recurrent import delta, delta_context, delta_rule
 
 pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]
@@ -281,7 +281,7 @@ def test_a_mistake_shows(mutate, monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Compute):
+class Config(ComputeOptions):
     """What a GatedDelta reads of a model's Config."""
 
     embed: int = 16
@@ -329,7 +329,7 @@ def layer_outputs_and_gradients(rules=None, mesh=None):
     def total(params, x_BTD):
         x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
         tokens_BT = constrain(jnp.zeros(x_BTD.shape[:2], jnp.int32), "batch", "seq")
-        positions = make_positions(config, tokens_BT, constrain(ids_BT, "batch", "seq"))
+        positions = make_inputs(config, tokens_BT, constrain(ids_BT, "batch", "seq"))
         layer = nnx.merge(graph, gathered(params))
         out_BTD, _ = layer(x_BTD, positions, config.kinds[0])
         return jnp.square(out_BTD).sum(), out_BTD
@@ -384,7 +384,7 @@ def test_a_layer_is_its_definition():
         return jnp.tensordot(layer.norm(out) * jax.nn.silu(gate), layer.o[...], 2)
 
     def outputs(x_BTD, ids_BT):
-        positions = make_positions(config, jnp.zeros((B, ROWS), jnp.int32), ids_BT)
+        positions = make_inputs(config, jnp.zeros((B, ROWS), jnp.int32), ids_BT)
         return layer(x_BTD, positions, config.kinds[0])[0]
 
     out_BTD = compiled(outputs)(x_BTD, ids_BT)
@@ -401,7 +401,7 @@ def test_a_packed_document_is_computed_as_alone():
 
     @jax.jit
     def outputs(x_BTD, tokens_BT, ids_BT=None):
-        positions = make_positions(config, tokens_BT, ids_BT)
+        positions = make_inputs(config, tokens_BT, ids_BT)
         return layer(x_BTD, positions, config.kinds[0])[0]
 
     packed = outputs(x_BTD, tokens_BT, ids_BT)
@@ -417,7 +417,7 @@ def test_a_decay_s_bias_is_added_in_float32(monkeypatch):
     monkeypatch.setattr(
         delta, "on_device", lambda arrays, *_: received.append(arrays) or [arrays.v]
     )
-    positions = make_positions(layer.config, jnp.zeros((1, 4), jnp.int32))
+    positions = make_inputs(layer.config, jnp.zeros((1, 4), jnp.int32))
     layer(jnp.ones((1, 4, layer.config.embed), jnp.bfloat16), positions, layer.config.kinds[0])
     rate_N = np.exp(np.asarray(layer.log_rate[...], np.float64))
     wanted_N = -rate_N * np.log1p(np.exp(np.asarray(layer.decay_bias[...], np.float64)))

@@ -21,14 +21,14 @@ from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.quick import QUICK
 from tests.zoo.test_unlike_layers import BATCH, ROWS, T, projected, seen, turned, turns
-from zoo.core.attention import make_positions
-from zoo.core.layers import Kind
+from zoo.core.attention import make_inputs
+from zoo.core.layers import AttentionType
 from zoo.gemma3 import GEMMA2, SIZES, Config, Gemma3
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 
 GEMMA3 = Config.tiny()
-OF_GEMMA2 = GEMMA2 | {"layer_kinds": (Kind(7, 1e4), Kind(None, 1e4))}
+OF_GEMMA2 = GEMMA2 | {"layer_kinds": (AttentionType(7, 1e4), AttentionType(None, 1e4))}
 OF_GEMMA2 |= {"soft_cap": 1.5, "logits_soft_cap": 2.0}  # small enough to matter
 CONFIGS = {
     "gemma3": GEMMA3,
@@ -51,7 +51,7 @@ def gelu(x):
     return x / 2 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def one_layer(x_BTD, layer, kind: Kind, config: Config):
+def one_layer(x_BTD, layer, kind: AttentionType, config: Config):
     y, module = normed(x_BTD, layer.attention_norm), layer.attention
     q, k, v = (projected(y, module, name) for name in "qkv")
     if config.qk_norm:
@@ -136,7 +136,7 @@ def test_embeddings_are_scaled_in_the_compute_dtype():
     config = dataclasses.replace(GEMMA3, embed=72, dtype="bfloat16")  # whose root is rounded
     table_RVD = jnp.ones((1, 384, 72), jnp.bfloat16)
     model = shapes_of(config).merge(variables_of(config))
-    positions = make_positions(config, jnp.asarray(BATCH["tokens"]))
+    positions = make_inputs(config, jnp.asarray(BATCH["tokens"]))
     x_BTD = model.embed_tokens([table_RVD], BATCH["tokens"], positions)
     assert x_BTD.dtype == jnp.bfloat16
     np.testing.assert_array_equal(x_BTD.astype(np.float32), np.float32(8.5))  # not 8.485
@@ -149,7 +149,10 @@ def test_embeddings_are_scaled_in_the_compute_dtype():
     ("changes", "said"),
     [
         ({"layer_kinds": ()}, "layer_kinds is empty; it needs at least one Kind"),
-        ({"layer_kinds": (Kind(0, 1e4),)}, "layer_kinds has window=0, which must be ≥ 1, or None"),
+        (
+            {"layer_kinds": (AttentionType(0, 1e4),)},
+            "layer_kinds has window=0, which must be ≥ 1, or None",
+        ),
         ({"soft_cap": 0.0}, r"soft_cap=0.0 must be from 1e-06 to 1e\+06"),
         ({"logits_soft_cap": math.inf}, "logits_soft_cap=inf must be a finite number ≥ 0"),
         ({"query_scalar": 0}, "query_scalar=0 must be ≥ 1"),
@@ -171,7 +174,7 @@ def test_sizes_have_five_local_layers_for_a_global_one():
         assert (config.qk_norm, config.soft_cap, config.logits_soft_cap) == (True, None, None)
     for size in ("gemma2_2b", "gemma2_9b", "gemma2_27b"):
         config = SIZES[size]()
-        assert config.layer_kinds == (Kind(4_096, 1e4), Kind(None, 1e4))
+        assert config.layer_kinds == (AttentionType(4_096, 1e4), AttentionType(None, 1e4))
         assert (config.qk_norm, config.soft_cap, config.logits_soft_cap) == (False, 50.0, 30.0)
 
 

@@ -12,8 +12,8 @@ from recipes.common.mesh import make_mesh
 from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo import gpt_oss
-from zoo.core.attention import make_positions
-from zoo.core.layers import Kind
+from zoo.core.attention import make_inputs
+from zoo.core.layers import AttentionType
 from zoo.gpt_oss import RULES, Config, GptOss
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
@@ -66,7 +66,7 @@ def test_experts_are_their_definition(capacity, mesh, rules):
     with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(table):
 
         def compute(state, x_BTD):
-            positions = make_positions(model.config, jnp.zeros((8, T), jnp.int32))
+            positions = make_inputs(model.config, jnp.zeros((8, T), jnp.int32))
             return nnx.merge(graph, state)(x_BTD, positions)[0]
 
         found_BTD = jax.jit(compute, compiler_options=QUICK)(state, x_BTD)
@@ -83,7 +83,7 @@ def test_a_dropped_position_gets_nothing_of_down_s_bias():
     experts.down_bias.set_value(jnp.ones_like(experts.down_bias[...]))
     T = 2 * config.num_experts // config.experts_per_token
     x_BTD = jnp.ones((1, T, config.embed))
-    positions = make_positions(config, jnp.zeros((1, T), jnp.int32))
+    positions = make_inputs(config, jnp.zeros((1, T), jnp.int32))
     run = jax.jit(lambda x_BTD: experts(x_BTD, positions), compiler_options=QUICK)
     out_BTD, metrics = run(x_BTD)
     np.testing.assert_allclose(out_BTD[0, :, 0], [1.0] * 2 + [0.0] * (T - 2), rtol=1e-6)
@@ -92,11 +92,11 @@ def test_a_dropped_position_gets_nothing_of_down_s_bias():
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_sink_takes_its_share_of_the_softmax(window):
-    model, kind = random_model(), Kind(window, None)
+    model, kind = random_model(), AttentionType(window, None)
     config = dataclasses.replace(model.config, layer_kinds=(kind,))
     x_BTD = np.random.default_rng(1).normal(size=(B, T, 64)).astype(np.float32)
     attention = jax.tree.map(lambda x: x[0], model.layers).attention
-    positions = make_positions(config, jnp.zeros((B, T), jnp.int32))
+    positions = make_inputs(config, jnp.zeros((B, T), jnp.int32))
     found_BTD, _ = jax.jit(lambda x: attention(x, positions, kind), compiler_options=QUICK)(x_BTD)
 
     w = in_float64(model.layers.attention)

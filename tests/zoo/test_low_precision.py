@@ -18,8 +18,9 @@ from recipes.instruments.plan.hardware import HARDWARE
 from tests.conftest import full_except
 from tests.support.models import built
 from tests.support.quick import QUICK
-from zoo import moe, transformer
-from zoo.core.attention import make_positions
+from zoo import llama_relatives as transformer
+from zoo import moe
+from zoo.core.attention import make_inputs
 from zoo.core.layers import multiply, project
 from zoo.core.sharding import param
 from zoo.core.stack import layer_in_use
@@ -275,7 +276,7 @@ def test_an_expert_s_gradients_are_rounded_by_its_own_rows(mesh, strategy, capac
                 module = nnx.merge(graph, state)
                 module.config = config
                 module = layer_in_use(module, EXPERT_DECODER.in_use, config)
-                positions = make_positions(config, jnp.zeros((4, 8), jnp.int32))
+                positions = make_inputs(config, jnp.zeros((4, 8), jnp.int32))
                 return module(x_BTD, positions)[0]
 
             (found,) = jax.vjp(output, state)[1](grad_BTD)

@@ -28,7 +28,7 @@ from recipes.instruments.plan.textbook import devices_of_a_row, transfers
 from tests.conftest import full_except
 from tests.support.models import built, multiplying
 from tests.support.quick import QUICK
-from zoo.core.attention import make_positions
+from zoo.core.attention import make_inputs
 from zoo.experts import exchange as expert_exchange
 from zoo.experts import matmul as expert_matmul
 from zoo.experts.mixture import GatedExperts, feed_forward
@@ -177,7 +177,7 @@ def test_each_position_goes_through_its_experts(capacity, normalize, grouped):
     config = model.config
     x_BTD = np.random.default_rng(1).standard_normal((2, T, 64), np.float32)
     experts = jax.tree.map(lambda x: x[0], model.layers).experts
-    positions = make_positions(config, jnp.zeros((2, T), jnp.int32))
+    positions = make_inputs(config, jnp.zeros((2, T), jnp.int32))
     compute = jax.jit(lambda x: experts(x, positions), compiler_options=QUICK)
     with multiplying(grouped):
         out_BTD, figures = compute(x_BTD)
@@ -200,7 +200,7 @@ def test_an_expert_takes_as_many_positions_as_it_has_slots():
 
     def total(weights, T, rows):
         x_BTD = jnp.broadcast_to(x_D, (rows, T, config.embed))
-        positions = make_positions(config, jnp.zeros((rows, T), jnp.int32))
+        positions = make_inputs(config, jnp.zeros((rows, T), jnp.int32))
         out_BTD, _ = nnx.merge(graph, weights)(x_BTD, positions)
         return out_BTD.sum(), out_BTD
 
@@ -224,7 +224,7 @@ def test_devices_without_a_capacity_compute_their_own_experts_choices(grouped):
     x_BTD = np.random.default_rng(0).normal(size=(2, 6, config.embed)).astype(np.float32)
 
     def total(weights, x_BTD):
-        positions = make_positions(config, jnp.zeros((2, 6), jnp.int32))
+        positions = make_inputs(config, jnp.zeros((2, 6), jnp.int32))
         out_BTD, _ = nnx.merge(graph, weights)(x_BTD, positions)
         return (out_BTD * jnp.cos(x_BTD)).sum(), out_BTD
 
@@ -572,7 +572,7 @@ def computed(load: str, mesh: str, strategy: str, room: float, grouped: bool = T
     x_BTD = np.random.default_rng(0).normal(size=(8, 5, config.embed)).astype(np.float32)
 
     def total(weights, x_BTD):
-        positions = make_positions(config, jnp.zeros((8, 5), jnp.int32))
+        positions = make_inputs(config, jnp.zeros((8, 5), jnp.int32))
         out_BTD, _ = nnx.merge(graph, weights)(x_BTD, positions)
         return (out_BTD * jnp.cos(x_BTD)).sum(), out_BTD
 
@@ -644,7 +644,7 @@ def test_rows_beyond_a_limit_of_the_load_are_dropped_and_counted():
     module.bias[...] = jnp.zeros(8).at[3].set(100.0)  # all rows choose it, and a further expert
     graph, weights = nnx.split(module)
     x_BTD = np.random.default_rng(0).normal(size=(8, 5, config.embed)).astype(np.float32)
-    positions = make_positions(config, jnp.zeros((8, 5), jnp.int32))
+    positions = make_inputs(config, jnp.zeros((8, 5), jnp.int32))
     route = jax.jit(lambda x_BTD: module.route(x_BTD, positions.counted_BT, 5)[0])
     expert_BTJ, weight_BTJ, _ = jax.device_get(route(x_BTD))
     gate_EDF, up_EDF, down_EFD = (np.asarray(w[...]) for w in (module.gate, module.up, module.down))
@@ -727,7 +727,7 @@ def test_batches_multiply_a_row_by_its_own_expert_alone(platform, lowering, monk
     monkeypatch.setattr(expert_matmul, "device", lambda: on_platform)
     config = dataclasses.replace(Config.tiny(), capacity=None, num_layers=1, embed=32, mlp=48)
     module, x_BTD = built(GatedExperts, config, biased=False), jnp.zeros((2, 1_024, 32))
-    positions = make_positions(config, jnp.zeros((2, 1_024), jnp.int32))
+    positions = make_inputs(config, jnp.zeros((2, 1_024), jnp.int32))
     graph, weights = nnx.split(module)
 
     def total(weights, x_BTD):

@@ -14,9 +14,9 @@ from tests.support.further_token import further_logits
 from tests.support.models import loss_and_gradients, packed_batch, random_decoder, worst
 from tests.support.quick import QUICK
 from zoo import deepseek, qwen3_next
-from zoo.core.config import Compute
 from zoo.core.decoder import Decoder
 from zoo.deepseek import DeepSeek
+from zoo.options.compute_options import ComputeOptions
 from zoo.qwen3_next import Qwen3Next
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
@@ -29,7 +29,7 @@ QWEN_DENSE = dataclasses.replace(
 )
 
 
-def model_of(config: Compute) -> type[Decoder]:
+def model_of(config: ComputeOptions) -> type[Decoder]:
     return DeepSeek if isinstance(config, deepseek.Config) else Qwen3Next
 
 

@@ -14,7 +14,7 @@ from recipes.common.config_flags import COMPUTE
 from recipes.common.sharding.abstract import abstract_model
 from tests.conftest import full_except
 from tests.support.entries import OF_TEXT
-from zoo.core.layers import Kind
+from zoo.core.layers import AttentionType
 from zoo.options.rope_scaling import Linear, Yarn
 
 pytestmark = pytest.mark.promise("definitions")
@@ -24,7 +24,7 @@ YARN = Yarn(2.0, 2.0, 1.0, 4, True, 1.2)
 # Another value of each option, and what it needs besides. Tuples are tried one after another.
 OPTIONS = {
     "norm_eps": 0.3, "rope_theta": 77.0, "rope_scaling": Linear(2.0), "sliding_window": 3,
-    "layer_kinds": (Kind(3, 50.0),), "tie_embeddings": None, "qkv_bias": True, "o_bias": True,
+    "layer_kinds": (AttentionType(3, 50.0),), "tie_embeddings": None, "qkv_bias": True, "o_bias": True,
     "mlp_bias": True, "qk_norm": None, "joint_qk_norm": True, "norms": "after", "rotary_dims": 2,
     "embed_scale": 3.0, "residual_scale": 0.5, "attention_scale": 0.3, "logits_divisor": 2.0,
     "query_growth": 0.5, "query_scalar": 5, "soft_cap": 5.0, "logits_soft_cap": 5.0,

@@ -26,7 +26,7 @@ from tests.support.models import multiplying
 from zoo.core import layers, vocabulary
 from zoo.core.stack import layer_in_use
 from zoo.core.strategies import DECODER
-from zoo.transformer import RULES, Config
+from zoo.llama_relatives import RULES, Config
 
 pytestmark = pytest.mark.promise("precision")
 

@@ -15,7 +15,7 @@ from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
 from tests.support.models import built, random_variables
 from tests.support.quick import QUICK
-from zoo.core.attention import make_positions
+from zoo.core.attention import make_inputs
 from zoo.qwen3_next import Config, Qwen3Next
 
 pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]
@@ -40,7 +40,7 @@ def test_layers_run_in_turn(layers):
     model = build(config)
 
     def one_by_one(model):
-        positions = make_positions(config, jnp.asarray(TOKENS_BT), jnp.asarray(IDS_BT))
+        positions = make_inputs(config, jnp.asarray(TOKENS_BT), jnp.asarray(IDS_BT))
         x_BTD = model.embed[...][TOKENS_BT]
         for l in range(layers):
             attends = l % 3 == 2

@@ -26,8 +26,8 @@ from recipes.copy import __main__ as copy
 from tests.conftest import ROOT
 from tests.support.absent import H100, on
 from zoo.core import decoder
-from zoo.core.config import Compute
 from zoo.core.sharding import optimizer_axis
+from zoo.options.compute_options import ComputeOptions
 
 pytestmark = pytest.mark.promise("structure")
 
@@ -304,7 +304,7 @@ def test_the_table_of_gpu_kernels_is_what_is_chosen(monkeypatch):
         (name, size, dataclasses.replace(make(), dtype="bfloat16"))
         for name in entries.ENTRIES
         for size, make in entries.sizes(name).items()
-        if isinstance(make(), Compute)
+        if isinstance(make(), ComputeOptions)
     ]
     sizes_by_kernels: dict[tuple[str, ...], dict[str, list[str]]] = {}
     with on(*H100).trace():

@@ -13,11 +13,11 @@ from flax import nnx
 
 from tests.conftest import full_except
 from tests.support.quick import QUICK
-from zoo.core.attention import attend, make_positions
+from zoo.core.attention import attend, make_inputs
 from zoo.core.layers import Llama3
 from zoo.kernels import gpu_loss
+from zoo.llama_relatives import SIZES, Config, Transformer
 from zoo.sizes import TRANSFORMER
-from zoo.transformer import SIZES, Config, Transformer
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = Config.tiny()
@@ -151,7 +151,7 @@ def test_a_position_depends_on_nothing_after_it():
     embedded = model.embed[...][tokens]
 
     def logits_at(x_BTD, t):  # the trunk again, from embeddings
-        positions = make_positions(TINY, tokens)
+        positions = make_inputs(TINY, tokens)
         (kind,) = TINY.kinds
         for i in range(TINY.num_layers):
             layer = jax.tree.map(lambda w, i=i: w[i], model.layers)

@@ -26,9 +26,10 @@ from recipes.instruments.plan import memory
 from tests.conftest import full_except
 from tests.support.models import random_values
 from tests.support.quick import QUICK
-from zoo import moe, transformer
-from zoo.core.attention import make_positions
-from zoo.core.layers import Kind, Llama3, rope_angles
+from zoo import llama_relatives as transformer
+from zoo import moe
+from zoo.core.attention import make_inputs
+from zoo.core.layers import AttentionType, Llama3, rope_angles
 from zoo.core.stack import scan_layers
 from zoo.kernels.choice import Choice
 from zoo.options.rope_scaling import Linear, Yarn
@@ -36,7 +37,7 @@ from zoo.options.rope_scaling import Linear, Yarn
 pytestmark = [pytest.mark.promise("unlike-layers"), pytest.mark.usefixtures("strict")]
 
 YARN = Yarn(4.0, 3.0, 1.0, 16, True, 1.2)
-A, B, C = Kind(5, 1e4), Kind(None, 1e6, Linear(2.0)), Kind(9, 1e5, YARN)
+A, B, C = AttentionType(5, 1e4), AttentionType(None, 1e6, Linear(2.0)), AttentionType(9, 1e5, YARN)
 TINY = transformer.Config.tiny()
 BASE = {
     "transformer": dataclasses.replace(TINY, qk_norm=True, loss_chunk=8),
@@ -48,27 +49,27 @@ SEGMENTS = np.cumsum(np.random.default_rng(1).random((ROWS, T)) < 2 / T, axis=1,
 BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:], "segment_ids": SEGMENTS}
 
 
-def config_of(entry: str, layers: int, period: tuple[Kind, ...], **changes):
+def config_of(entry: str, layers: int, period: tuple[AttentionType, ...], **changes):
     return dataclasses.replace(BASE[entry], num_layers=layers, layer_kinds=period, **changes)
 
 
 # ---- the definition ------------------------------------------------------------------------------
 
 
-def turns(kind: Kind) -> np.ndarray:
+def turns(kind: AttentionType) -> np.ndarray:
     """[T, H/2]: the complex numbers that rotate pairs of dims, by frequencies in float64."""
     angles_TH = np.arange(T)[:, None] * frequencies(kind, TINY.head_dim)[None]
     return np.exp(1j * angles_TH).astype(np.complex64) * np.float32(kind.magnitude)
 
 
-def seen(kind: Kind) -> np.ndarray:
+def seen(kind: AttentionType) -> np.ndarray:
     """[B, T, S]: whether a position attends to another."""
     age_TS = np.arange(T)[:, None] - np.arange(T)[None]
     near_TS = (age_TS >= 0) & (age_TS < (kind.window or T))
     return near_TS[None] & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
 
 
-def frequencies(kind: Kind, dim: int) -> np.ndarray:
+def frequencies(kind: AttentionType, dim: int) -> np.ndarray:
     """[H/2], in float64."""
     base, scaling = kind.rope_theta, kind.rope_scaling
     plain = np.array([1 / base ** (2 * i / dim) for i in range(dim // 2)])
@@ -132,7 +133,7 @@ def one_layer(x_BTD, layer, turns_TH, seen_BTS):
     x_BTD += projected(jnp.einsum("BNTS,BSNH->BTNH", weights, v), module, "o")
     y = normed(x_BTD, layer.mlp_norm)
     if hasattr(layer, "experts"):
-        positions = make_positions(layer.experts.config, jnp.zeros(y.shape[:2], jnp.int32))
+        positions = make_inputs(layer.experts.config, jnp.zeros(y.shape[:2], jnp.int32))
         y, figures = layer.experts(y, positions)
         return x_BTD + y, figures
     hidden = jax.nn.silu(projected(y, layer.mlp, "gate")) * projected(y, layer.mlp, "up")
@@ -280,7 +281,7 @@ def traced(config) -> jax.extend.core.ClosedJaxpr:
 
 def test_one_kind_is_the_uniform_program():
     alike = dataclasses.replace(BASE["transformer"], sliding_window=9, rope_scaling=YARN)
-    one = config_of("transformer", 2, (Kind(9, 1e4, YARN),))
+    one = config_of("transformer", 2, (AttentionType(9, 1e4, YARN),))
     assert str(traced(one)) == str(traced(alike))
 
 
@@ -489,7 +490,10 @@ def test_a_checkpoint_restores_with_its_kinds(tmp_path):
     [
         (dict(layer_kinds=(A, B, C)), "layer_kinds has 3 kinds, more than num_layers=2"),
         (dict(layer_kinds=(A,), sliding_window=3), "sliding_window=3 and layer_kinds exclude"),
-        (dict(layer_kinds=(A, Kind(0, 1e4))), "layer_kinds has window=0, which must be ≥ 1, or"),
+        (
+            dict(layer_kinds=(A, AttentionType(0, 1e4))),
+            "layer_kinds has window=0, which must be ≥ 1, or",
+        ),
     ],
 )
 def test_kinds_that_no_model_can_have(fields, said):
@@ -513,7 +517,7 @@ def test_kinds_that_no_model_can_have(fields, said):
 )
 @pytest.mark.parametrize(("theta", "dim"), [(1e4, 64), (1e6, 6)])
 def test_frequencies_are_those_of_transformers(scaling, theta, dim):
-    kind = Kind(None, theta, scaling)
+    kind = AttentionType(None, theta, scaling)
     (ours,) = rope_angles(kind, dim, jnp.array([[1]]))[0]
     np.testing.assert_allclose(ours, frequencies(kind, dim), rtol=2e-6)
 
@@ -531,7 +535,7 @@ def test_llama_3_s_factors_in_any_order_are_those_of_transformers(low, high):
             smooth = (original / wavelength - low) / (high - low) if high != low else 1.0
             scaled = (1 - smooth) * frequency / factor + smooth * frequency
         wanted.append(scaled)
-    kind = Kind(None, theta, Llama3(factor, low, high, original))
+    kind = AttentionType(None, theta, Llama3(factor, low, high, original))
     (ours,) = rope_angles(kind, dim, jnp.array([[1]]))[0]
     np.testing.assert_allclose(ours, wanted, rtol=2e-6)
     ratios = np.array(wanted) * theta ** (2 * np.arange(dim // 2) / dim)
@@ -544,7 +548,7 @@ def test_llama_3_s_factors_in_any_order_are_those_of_transformers(low, high):
 def test_unlike_stacks_run_in_the_order_of_their_period():
     """Layers are digits, and x is the number that they write."""
     stacks = {"a": jnp.arange(1, 6), "b": jnp.array([8, 9])}
-    kinds = tuple(Kind(window, None) for window in (1, 2, 3))
+    kinds = tuple(AttentionType(window, None) for window in (1, 2, 3))
     seen = []
 
     def write(x, digit, kind):

@@ -13,12 +13,12 @@ from tests.conftest import full_except
 from tests.sharding.test_context import loss_and_gradients
 from tests.support.models import built
 from tests.support.quick import QUICK
-from zoo.core.attention import make_positions
-from zoo.core.layers import Kind, rope_angles
+from zoo.core.attention import make_inputs
+from zoo.core.layers import AttentionType, rope_angles
+from zoo.llama_relatives import Config, Transformer
 from zoo.moe import Config as MoEConfig
 from zoo.moe import MoE
 from zoo.options.rope_scaling import Dynamic, LongRope, Yarn
-from zoo.transformer import Config, Transformer
 
 pytestmark = pytest.mark.promise("definitions")
 
@@ -79,8 +79,8 @@ def test_losses_and_gradients_are_equal_on_meshes_with_all_switches(entry):
 
 def test_scalings_depend_on_the_length_as_in_transformers():
     """Dynamic raises theta beyond the original length, longrope changes its factors there."""
-    dynamic = Kind(None, 100.0, Dynamic(3.0, 16))
-    long = Kind(None, 100.0, LongRope((1.0, 2.0), (4.0, 8.0), 16, 1.1))
+    dynamic = AttentionType(None, 100.0, Dynamic(3.0, 16))
+    long = AttentionType(None, 100.0, LongRope((1.0, 2.0), (4.0, 8.0), 16, 1.1))
     one = np.ones((1, 1), np.int32)
     plain = np.array([1.0, 0.1])
     np.testing.assert_allclose(rope_angles(dynamic, 4, one, 16)[0, 0], plain, rtol=1e-6)
@@ -121,7 +121,7 @@ def test_documents_are_measured_only_for_a_scaling_that_depends_on_them():
     def primitives(**changes) -> str:
         config = dataclasses.replace(Config.tiny(), **changes)
         row = jnp.zeros((1, 8), jnp.int32)
-        return str(jax.make_jaxpr(lambda: make_positions(config, row, row).angles)())
+        return str(jax.make_jaxpr(lambda: make_inputs(config, row, row).angles)())
 
     assert "cummax" in primitives(**BY_LENGTH["longrope"])
     assert "cummax" not in primitives(rope_scaling=Yarn(4.0, 2.0, 1.0, 5, True, 1.1))

@@ -1,28 +1,78 @@
-"""What a decoder's Config states: its architecture, and how to compute it."""
+"""What a decoder's Config states: its architecture, how to compute it, and who computes it otherwise.
+
+A field states its own bounds where it is defined, and `check_fields` reads them:
+
+    num_layers: int  # an integer: ≥ 1
+    norm_eps: float = 1e-5  # a float: finite and ≥ 0
+    shared_mlp: int = bounded(0, least=0)
+    norms: str = one_of("before", NORMS)
+"""
 
 import dataclasses
 import math
-from typing import ClassVar
+from collections.abc import Collection
+from typing import Any, ClassVar
 
-from ..kernels.choice import KERNELS
-from .layers import Kind, RopeScaling
+import jax
+from flax import nnx
+
+from .attention import RowLayout
+from .layers import AttentionType, RopeScaling
+from .sharding import AxisNames, in_use, shards
 from .stack import REMAT_POLICIES
+from .vocabulary import Batch, Objective, table_copies
 
-CHOICES = {  # field → its valid values
-    "matmul": ("", "int8", "fp8", "int8_weights"),
-    "matmul_backward": ("", "bfloat16"),
-    "reduce_dtype": ("", "float32"),
-    "attention": KERNELS,
-    "context": ("auto", "all-to-all", "ring"),
-    "pipeline": ("1f1b", "interleaved", "gpipe"),
-}
-# Fields by which activations are multiplied or divided: from 1e-6 to 1e6, which float32 can bear.
-FACTORS = ("embed_scale", "residual_scale", "attention_scale", "logits_divisor", "soft_cap")
-FACTORS += ("logits_soft_cap", "route_scale", "swiglu_limit")
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The values that a field may have."""
+
+    least: float | None = None  # None: 1 for integers, 0 for other numbers
+    most: float = math.inf
+    choices: Collection[Any] = ()  # (): any
+
+
+def bounded(default: Any = dataclasses.MISSING, *, least: float, most: float = math.inf) -> Any:
+    """A field whose numbers are from `least` to `most`; None is allowed where it is the default."""
+    metadata = {"bounds": Bounds(least=least, most=most)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def factor(default: float | None) -> Any:
+    """A field by which activations are multiplied or divided, which float32 can bear."""
+    return bounded(default, least=1e-6, most=1e6)
+
+
+def one_of(default: Any, choices: Collection[Any]) -> Any:
+    """A field whose value is one of these."""
+    return dataclasses.field(default=default, metadata={"bounds": Bounds(choices=choices)})
+
+
+def bounds_of(config: type, name: str) -> Bounds:
+    """What a Config's field states of its values."""
+    return config.__dataclass_fields__[name].metadata.get("bounds", Bounds())
+
+
+def check_fields(config) -> None:
+    """Raises ValueError if a field has a value that its definition excludes."""
+    for name, value in vars(config).items():
+        bounds = bounds_of(type(config), name)
+        if bounds.choices and value not in bounds.choices:
+            named = ", ".join(str(choice) for choice in bounds.choices if choice != "")
+            raise ValueError(f"{name}={value!r} is not one of {named}")
+        if bounds.choices or type(value) not in (int, float):
+            continue
+        if bounds.most < math.inf and not bounds.least <= value <= bounds.most:
+            raise ValueError(f"{name}={value} must be from {bounds.least:g} to {bounds.most:g}")
+        least = (1 if type(value) is int else 0) if bounds.least is None else bounds.least
+        if type(value) is int and value < least:
+            raise ValueError(f"{name}={value} must be ≥ {least}")
+        if type(value) is float and not least <= value < math.inf:
+            raise ValueError(f"{name}={value} must be a finite number ≥ {least}")
 
 
 class Architecture:
-    """The attributes that decoders read of a Config, which declares them as fields or properties.
+    """The attributes that core/ reads of a Config, which declares them as fields or properties.
 
     Those with a value here are optional.
     """
@@ -34,143 +84,108 @@ class Architecture:
     rope_theta: float | None = None
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
-    layer_kinds: tuple[Kind, ...] = ()  # one period of Kinds, repeated over the depth
-    period: tuple[str, ...] = ()  # for layers of unequal shapes: each layer's stack in a period
     tie_embeddings: bool = True
     causal: bool = True  # whether a position attends to earlier ones only
-    dense_layers: int = 0  # the first ones, which have an MLP in place of experts
-    embed_scale: float = 1.0
-    logits_divisor: float = 1.0
-    logits_soft_cap: float | None = None
-    query_growth: float = 0.0
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of one period of layers; layer l has kind l mod len(kinds)."""
-        return self.layer_kinds or (Kind(self.sliding_window, self.rope_theta, self.rope_scaling),)
+    def kinds(self) -> tuple[AttentionType, ...]:
+        """The attention of each layer of a period; layer l has kind l mod len(kinds)."""
+        return (AttentionType(self.sliding_window, self.rope_theta, self.rope_scaling),)
 
     @property
     def rotary_dim(self) -> int:
         """The dims of a head that rotary embeddings rotate."""
         return self.head_dim
 
-    @property
-    def scales_by_length(self) -> bool:
-        """Whether attention depends on the length of a row or on places in it, not on distances alone."""
-        scalings = (kind.rope_scaling for kind in self.kinds)
-        return self.query_growth > 0 or any(x is not None and x.by_length for x in scalings)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute(Architecture):
-    """How to compute a decoder, and its adapters: fields of every decoder's Config.
+    """How to compute a decoder: fields of every decoder's Config. They don't change the parameters.
 
     The comment beside a field of a Config is also the help text of its flag in the recipes.
+
+    The methods from `use_layer` on are where options replace what core/ does, as
+    options/compute_options.py does by more fields.
     """
 
-    # LoRA: x·W becomes x·W + (x·A)·B · lora_alpha / lora_rank. W is frozen; only A and B
-    # (nnx.LoRAParam) get gradients.
-    lora_rank: int = 0  # rank of adapters (LoRA) on frozen weights; 0: none, train all weights
-    lora_alpha: float = 16.0  # adapters are scaled by lora_alpha / lora_rank
-    # Weights with an adapter.
-    lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
-    # Nothing below changes the parameters.
     dtype: str = "float32"  # dtype of activations and matmuls; parameters, norms and loss: float32
-    matmul: str = ""  # format of the layers' matmuls: "int8" or "fp8", with scales; "": dtype
-    matmul_backward: str = ""  # format of these matmuls' gradients: "bfloat16"; "": as matmul
-    reduce_dtype: str = ""  # in which devices add gradients of weights: "float32"; "": dtype
-    remat: str = "full"  # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
+    # What a layer keeps for its backward pass, see stack.REMAT_POLICIES.
+    remat: str = one_of("full", REMAT_POLICIES)
     attention: str = "auto"  # one of kernels.KERNELS; "auto": the best for the device
-    context: str = "auto"  # how parts of T attend; "auto": all-to-all if there is a head for each
-    pipeline: str = "1f1b"  # schedule of stages; "gpipe" keeps more activations and takes as long
-    pipe_rounds: int = 2  # v, how often a microbatch visits each stage, with pipeline="interleaved"
-    pipe_microbatches: int = 0  # M, parts of a batch in the pipeline; 0: up to 4 per stage
-    load_limit: float = 0.0  # most load of a device's dropless experts, 1 if even; 0: drop nothing
     loss_chunk: int = 256  # positions of a sequence with logits at once; see positions_at_once
     unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
 
-    ROTARY: ClassVar[str] = "rope_dim"  # the field that rotary_dim comes from, if not head_dim
     REMAT: ClassVar[dict] = REMAT_POLICIES
-    # Others are ≥ 1.
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("lora_rank", "pipe_microbatches", "mtp_depth")
+    ROTARY: ClassVar[str] = ""  # the field that rotary_dim comes from, if not head_dim
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
-        # Saved configs have kinds and rotary scalings as tuples.
-        if self.rope_scaling is not None:
-            object.__setattr__(self, "rope_scaling", read_scaling(self.rope_scaling))
-        if self.layer_kinds:
-            kinds = (Kind(*kind) for kind in self.layer_kinds)
-            kinds = tuple(k._replace(rope_scaling=read_scaling(k.rope_scaling)) for k in kinds)
-            object.__setattr__(self, "layer_kinds", kinds)
-        for name, valid in (CHOICES | {"remat": tuple(self.REMAT)}).items():
-            value = vars(self)[name]
-            if value not in valid:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(filter(None, valid))}")
-        if self.reduce_dtype and self.matmul:
-            raise ValueError(
-                f"reduce_dtype={self.reduce_dtype} is for matmuls in dtype, and matmul={self.matmul}"
-            )
-        for kind in self.kinds:
-            if kind.rope_theta is not None and not 1 < kind.rope_theta < math.inf:
-                raise ValueError(f"rope_theta={kind.rope_theta} must be a finite number > 1")
-        self._check_numbers()
-        targets = type(self).lora_targets
-        for name in self.lora_targets:
-            if name not in targets:
-                raise ValueError(
-                    f"lora_targets has {name!r}, which is not one of {', '.join(targets)}"
-                )
-        self._check_heads()
-        self._check_kinds()
-
-    def _check_numbers(self):
-        for name, value in vars(self).items():
-            least = 0 if name in self.MAY_BE_ZERO else 1
-            if type(value) is int and value < least:
-                raise ValueError(f"{name}={value} must be ≥ {least}")
-            if type(value) is float and not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value} must be a finite number ≥ 0")
-            if name in FACTORS and value is not None and not 1e-6 <= value <= 1e6:
-                raise ValueError(f"{name}={value} must be from 1e-06 to 1e+06")
-            if name == "mtp_depth" and value not in (0, 1):
-                raise ValueError(f"mtp_depth={value} is not one of 0, 1")
-
-    def _check_heads(self):
+        check_fields(self)
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % kv_heads:
             raise ValueError(f"num_heads={heads} is not divisible by num_kv_heads={kv_heads}")
-        if self.rotary_dim % 2 and any(kind.rope_theta is not None for kind in self.kinds):
-            name = "head_dim" if self.rotary_dim == self.head_dim else self.ROTARY
-            raise ValueError(
-                f"{name}={self.rotary_dim} must be even: rotary embeddings rotate pairs of dims"
-            )
+        name = "head_dim" if self.rotary_dim == self.head_dim else self.ROTARY
         for kind in self.kinds:
-            if kind.rope_scaling is not None:
-                kind.rope_scaling.check(self.rotary_dim // 2)
+            kind.check(name, self.rotary_dim)
 
-    def _check_kinds(self):
-        kinds = self.layer_kinds
-        if kinds and self.sliding_window:
+    @property
+    def remat_policy(self):
+        """What a layer keeps for its backward pass."""
+        return self.REMAT[self.remat]
+
+    # ---- weights
+
+    def add_weights(self, module: nnx.Module, rngs: nnx.Rngs, **contracted: int) -> None:
+        """Gives a new module more parameters; here none.
+
+        Args:
+          contracted: a weight of the module → how many dims of its input it contracts.
+        """
+
+    def use_layer(self, layer, axes: AxisNames):
+        """A layer with its weights as they multiply: cast to `dtype` and gathered."""
+        return in_use(layer, axes.in_use_by_layers, self.dtype)
+
+    def use_weights(self, weights, axes: AxisNames):
+        """Likewise a module or variable outside of the layers."""
+        return in_use(weights, axes.in_use, self.dtype)
+
+    def use_table(self, table: nnx.Param) -> jax.Array:
+        """Copies of a table of the vocabulary, [R, V, D]; see vocabulary.table_copies."""
+        return table_copies(table, self.dtype)
+
+    # ---- activations
+
+    def row_layout(self, seq_len: int) -> RowLayout:
+        """How positions are laid out over devices. Raises ValueError if rules split them."""
+        if shards("seq") > 1:
             raise ValueError(
-                f"sliding_window={self.sliding_window} and layer_kinds exclude each other; state "
-                "each kind's window in layer_kinds"
+                f"the rules split positions over {shards('seq')} devices; use a Config that inherits "
+                "ComputeOptions, or rules that don't"
             )
-        if len(kinds) > self.num_layers:
-            raise ValueError(
-                f"layer_kinds has {len(kinds)} kinds, more than num_layers={self.num_layers}"
-            )
-        for kind in kinds:
-            if kind.window is not None and kind.window < 1:
-                raise ValueError(
-                    f"layer_kinds has window={kind.window}, which must be ≥ 1, or None"
-                )
+        return RowLayout()
 
+    def rope_places(
+        self, positions_BT, segment_ids_BT, seq_len: int, lengths_B1=None
+    ) -> tuple[jax.Array, Any]:
+        """The positions by which rotary embeddings turn, [B or 1, T], and the length of the rows.
 
-def read_scaling(stored) -> RopeScaling | None:
-    """A rotary scaling, also from its `as_tuple`, as saved configs have it. Raises ValueError."""
-    if stored is None or isinstance(stored, RopeScaling):
-        return stored
-    from ..options.rope_scaling import from_tuple
+        Args:
+          lengths_B1: in generation: each row's tokens so far.
+        """
+        return positions_BT, seq_len
 
-    return from_tuple(stored)
+    def finish_logits(self, logits: jax.Array) -> jax.Array:
+        """Logits from the product with the table, in float32."""
+        return logits
+
+    # ---- the model
+
+    def run_layers(self, model, x_BTD, inputs, batch: Batch) -> tuple[jax.Array, Any]:
+        """The output of a model's layers on a batch, and their metrics."""
+        x_BTD, _, metrics = model.run_layers(x_BTD, inputs)
+        return x_BTD, metrics
+
+    def objective(self, model, batch: Batch) -> Objective:
+        """A model's training objective."""
+        return model.cross_entropy(batch)

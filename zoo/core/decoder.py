@@ -1,10 +1,10 @@
 """Decoder: what all decoder-only language models share, from tokens to logits and the loss.
 
-A model's file has its Config, its Layer and what differs; this one is read once. Other files that only
-some calls need: cache.py to generate, pipeline.py if rules split the layers, mtp.py for a model with
-a head for the second-next token.
+A model's file has its Config, its Layer and what differs; this one is read once. Methods of a model,
+and of its Config (config.Compute), are where options replace a part: options/cache.py generates,
+options/log_probs.py has losses that compare answers.
 
-Shapes: B batch, T positions, S slots of a cache, D embed, V vocab, L layers, R shards of B and T.
+Shapes: B batch, T positions, D embed, V vocab, L layers, R shards of B and T.
 """
 
 import functools
@@ -13,17 +13,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .attention import Positions, make_positions, stripe
-from .layers import RMSNorm, gather
-from .sharding import AxisNames, shards
-from .stack import fit_rules, layer_in_use, numbers, scan_layers, stack
-from .strategies import DECODER, DENSE_STACK
-from .vocabulary import (
-    Batch, Objective, copies_in_use, cross_entropy, look_up, table_copies, unembed, vocabulary,
-)  # fmt: skip
-
-
-HEAD_PATH = "mtp/"  # how paths of the weights of `Decoder.mtp` begin
+from .attention import AttentionInputs, make_inputs
+from .layers import RMSNorm, gather_positions
+from .sharding import AxisNames
+from .stack import fit_rules, scan_layers, stack
+from .strategies import DECODER
+from .vocabulary import Batch, Objective, cross_entropy, look_up, unembed, vocabulary
 
 
 class Decoder(nnx.Module):
@@ -33,44 +28,31 @@ class Decoder(nnx.Module):
     `unembed`, which is None if `embed` unembeds too. Its Layer is a module built from (config, *,
     rngs), whose call is
 
-        layer(x_BTD, positions, kind, past) → (x_BTD, (keys, values), metrics)
+        layer(x_BTD, inputs, kind, cache_index) → (x_BTD, (keys, values), metrics)
 
-    with the layer's number in the cache, or None, in `past`. metrics: name → sum over the positions
-    in positions.counted_BT. With config.dense_layers, the first layers are a stack of their own,
-    `dense`, of layers built with dense=True, which have an MLP in place of experts.
-
-    If config has a `period`, names of stacks such as ("delta", "attention"), the Layer is built from
-    (config, name, *, rngs), and `layers` is a dict of stacks. Layers of other stacks than `attention`
-    keep a state in place of keys and values, and get the one in the cache as `past`.
+    inputs: AttentionInputs; kind: the layer's AttentionType; cache_index: the layer's number in a
+    cache, or None. metrics: name → sum over the positions in inputs.counted_BT.
     """
 
     config: Any
     layers: Any
     axes: AxisNames = DECODER
-    mtp: Any = None  # a head for the second-next token, see mtp.py
-    unembed_bias: Any = None  # of logits, [V]
 
     def __init__(self, config: Any, layer, final_norm=None, *, rngs: nnx.Rngs):
         self.config = config
         self.make_tables(config, rngs)
-        first = config.dense_layers
-        if first:
-            dense_layer = functools.partial(layer, config, dense=True)
-            self.dense = stack(dense_layer, first, rngs, axis=DENSE_STACK)
-        # Every parameter of the layers starts with dim L, logical axis `layers`.
-        # Layers of unequal shapes have a stack for each kind, in the order of a period.
-        if config.period:
-            from ..options.unlike_layers import make_stacks
-
-            self.layers = nnx.Dict(make_stacks(layer, config, rngs))
-        else:
-            self.layers = stack(functools.partial(layer, config), config.num_layers - first, rngs)
+        self.make_layers(layer, rngs)
         self.final_norm = final_norm or RMSNorm(config.embed, config.norm_eps)
         self.unembed = None if config.tie_embeddings else vocabulary(config, rngs=rngs)
 
     def make_tables(self, config, rngs: nnx.Rngs) -> None:
         """Makes what embeds tokens."""
         self.embed = vocabulary(config, rngs=rngs)
+
+    def make_layers(self, layer, rngs: nnx.Rngs) -> None:
+        """Makes the layers. Every parameter of theirs starts with dim L, logical axis `layers`."""
+        make_layer = functools.partial(layer, self.config)
+        self.layers = stack(make_layer, self.config.num_layers, rngs)
 
     # ---- what a user calls
 
@@ -82,12 +64,11 @@ class Decoder(nnx.Module):
           tokens_BT: int, below vocab_size. On a mesh, B must be divisible by the axes of `batch`.
           segment_ids_BT: int; positions attend only within their own segment. None: one per row.
         """
-        tokens_BT = stripe(self.config, tokens_BT)
-        segment_ids_BT = stripe(self.config, segment_ids_BT)
+        batch = self.on_devices(Batch(tokens_BT, None, segment_ids_BT))
         tables = self.tables()
-        x_BTD, _ = self.run_batch(tables, Batch(tokens_BT, None, segment_ids_BT))
+        x_BTD, _ = self.run_batch(tables, batch)
         # Embeddings instead of logits: V may be uneven.
-        x_BTD = stripe(self.config, gather(self.final_norm(x_BTD)), "act_embed", back=True)
+        x_BTD = self.in_order(gather_positions(self.final_norm(x_BTD)), "act_embed")
         return unembed(x_BTD, tables[-1], self.config, self.bias_copies())
 
     @fit_rules
@@ -108,140 +89,87 @@ class Decoder(nnx.Module):
         means = self.layer_means(objective.metrics, objective.count)
         return objective.total, objective.count, objective.aux | means
 
-    def layer_means(self, metrics, count) -> dict:
-        """Means over the layers of their metrics: name → (sum over positions, number of positions)."""
-        means = {name: metric.mean(axis=0) for name, metric in metrics.items()}
-        load_E = means.pop("load", ())
-        means |= {f"load_{e}": load for e, load in enumerate(load_E)}
-        return {name: (mean, count) for name, mean in means.items()}
-
-    def log_probs(self, tokens, targets, segment_ids=None) -> jax.Array:
-        """The log-probability of each target, float32 [B, T]; 0 for padding. Arguments as in `loss`."""
-        from ..options.log_probs import of_targets
-
-        return of_targets(self, tokens, targets, segment_ids)[0]
-
-    def prefill(self, tokens_BT, lengths_B, slots: int):
-        """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.
-
-        Args:
-          tokens_BT: int, left-padded: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
-          slots: S ≥ T, the capacity of the cache in tokens, including prompts and padding.
-        """
-        from ..options.cache import prefill
-
-        return prefill(self, tokens_BT, lengths_B, slots)
-
-    def decode(self, tokens_B, cache):
-        """Reads one more token per row. Returns next-token logits [B, V] and the extended cache.
-
-        A jitted caller should donate the cache, so that one slot is written in place. The cache
-        must not be full: length < S. Where a rotary scaling depends on the row's length, the new
-        token has the scaling of the row so far; keys in the cache keep theirs.
-        """
-        from ..options.cache import decode
-
-        return decode(self, tokens_B, cache)
-
     # ---- from tokens to the output of the layers
+
+    def on_devices(self, batch: Batch) -> Batch:
+        """A batch whose positions have the order that they have on the devices."""
+        layout = self.config.row_layout(batch.tokens.shape[1])
+        return Batch(*(layout.reorder(x_BT) for x_BT in batch))
+
+    def in_order(self, x_BT: jax.Array, *axes: str) -> jax.Array:
+        """[B, T, ...] back in the order of a row; axes: the logical axes of the dims after T."""
+        return self.config.row_layout(x_BT.shape[1]).reorder(x_BT, *axes, back=True)
 
     def tables(self) -> list[jax.Array]:
         """Copies of the tables that embed tokens (the first) and unembed the output (the last)."""
         tables = (self.embed,) if self.unembed is None else (self.embed, self.unembed)
-        return [copies_in_use(table, self.config) for table in tables]
+        return [self.config.use_table(table) for table in tables]
 
     def bias_copies(self) -> jax.Array | None:
         """Copies of the bias of logits, [R, V] in float32; None without one."""
-        return self.unembed_bias and table_copies(self.unembed_bias, "float32")
+        return None
 
-    def begin(self, tables, tokens_BT, positions: Positions, **more):
-        """The input of the stacked layers, and the keys and values of the dense layers or None.
+    def run_batch(self, tables, batch: Batch):
+        """Runs all layers on a batch from `on_devices`: (x_BTD, metrics of the stacked layers)."""
+        inputs = self.inputs_of(batch)
+        x_BTD, _ = self.begin(tables, batch.tokens, inputs)
+        return self.config.run_layers(self, x_BTD, inputs, batch)
 
-        In a pipeline, the dense layers are part of the first stage. `more`: see `embed_tokens`.
+    def inputs_of(self, batch: Batch, **more) -> AttentionInputs:
+        """What the batch's positions attend to; `more`: see attention.make_inputs."""
+        return make_inputs(self.config, batch.tokens, batch.segment_ids, batch.targets, **more)
+
+    def begin(self, tables, tokens_BT, inputs: AttentionInputs, **more):
+        """The input of the stacked layers, and what a cache keeps of layers before them, or None.
+
+        `more`: see `embed_tokens`.
         """
-        x_BTD = self.embed_tokens(tables, tokens_BT, positions, **more)
-        first = self.config.dense_layers
-        if not first:
-            return x_BTD, None
-        x_BTD, kv, _ = self.run_stack(self.dense, x_BTD, positions, first_number=0)
-        return x_BTD, kv
+        return self.embed_tokens(tables, tokens_BT, inputs, **more), None
 
-    def embed_tokens(self, tables, tokens_BT, positions: Positions):
-        x_BTD = look_up(tables[0], tokens_BT)
-        return x_BTD if self.config.embed_scale == 1 else x_BTD * self.config.embed_scale
+    def embed_tokens(self, tables, tokens_BT, inputs: AttentionInputs):
+        """The embeddings of tokens, [B, T, D]."""
+        return look_up(tables[0], tokens_BT)
 
-    def run_layers(self, x_BTD, positions: Positions) -> tuple[jax.Array, Any, Any]:
-        """Runs the stacked layers: (x_BTD, what they keep in generation, their metrics).
+    def run_layers(self, x_BTD, inputs: AttentionInputs) -> tuple[jax.Array, Any, Any]:
+        """Runs the stacked layers: (x_BTD, what a cache keeps of them, their metrics)."""
+        x_BTD, (kept, metrics) = self.scan(
+            (self.layers, inputs.of_layers(self.layers)), x_BTD, inputs
+        )
+        return x_BTD, kept, metrics
 
-        They keep their keys and values; with a `config.period`, a dict of what each stack keeps.
-        """
-        if self.config.period:
-            from ..options.unlike_layers import run_unlike
+    def scan(self, layers, x_BTD, inputs: AttentionInputs):
+        """Runs layers of one kind, given with their `cache_index`; see stack.scan_layers."""
+        (kind,) = self.config.kinds
+        run_layer = functools.partial(self.run_layer, inputs, kind=kind)
+        return scan_layers(run_layer, x_BTD, layers, self.config.remat_policy, self.config.unroll)
 
-            return run_unlike(self, x_BTD, positions)
-        return self.run_stack(self.layers, x_BTD, positions, self.config.dense_layers)
-
-    def run_stack(self, layers, x_BTD, positions: Positions, first_number: int):
-        """Runs layers of a stack. A layer reads its part of a cache by its number."""
-        past = None if positions.cache is None else first_number + numbers(layers)
-        kinds = self.config.kinds
-        first_kind = first_number % len(kinds)
-        kinds = kinds[first_kind:] + kinds[:first_kind]
-        x_BTD, (kv, metrics) = self.scan((layers, past), x_BTD, positions, kinds)
-        return x_BTD, kv, metrics
-
-    def scan(self, layers, x_BTD, positions: Positions, kinds):
-        """Runs pairs of layers and their `past`; see stack.scan_layers."""
-        config = self.config
-
-        def run_layer(x_BTD, layer_and_past, kind):
-            layer, past = layer_and_past
-            # Inside remat, so that the backward pass gathers again.
-            layer = layer_in_use(layer, self.axes.in_use, config)
-            x_BTD, kv, metrics = layer(x_BTD, positions, kind, past)
-            return x_BTD, (kv if positions.generates else None, metrics)
-
-        remat = config.REMAT[config.remat]
-        return scan_layers(run_layer, x_BTD, layers, kinds, remat, config.unroll, config.period)
+    def run_layer(self, inputs: AttentionInputs, x_BTD, layer_and_index, kind):
+        """Runs one layer: (x_BTD, (what a cache keeps of it, its metrics))."""
+        layer, cache_index = layer_and_index
+        # Inside remat, so that the backward pass gathers again.
+        layer = self.config.use_layer(layer, self.axes)
+        x_BTD, kept, metrics = layer(x_BTD, inputs, kind, cache_index)
+        return x_BTD, (kept if inputs.generates else None, metrics)
 
     # ---- from there to the objective
 
     def objective(self, batch: Batch) -> Objective:
-        """The training objective. Layers that the rules split run in stages."""
-        if shards("layers") > 1:
-            from ..parallel.pipeline import objective_in_stages
+        """The training objective."""
+        return self.config.objective(self, batch)
 
-            return objective_in_stages(self, batch)
-        if self.mtp is not None:
-            from ..options.mtp import objective_with_mtp
-
-            return objective_with_mtp(self, batch)
-        batch = Batch(*(stripe(self.config, x) for x in batch))
+    def cross_entropy(self, batch: Batch) -> Objective:
+        """The objective of next tokens: their cross entropies, plus `costs`."""
+        batch = self.on_devices(batch)
         tables = self.tables()
         x_BTD, metrics = self.run_batch(tables, batch)
         total, count = self.finish(tables, x_BTD, batch.targets)
         total_and_costs = self.add_costs(total, metrics)
         return Objective(total_and_costs, count, {"loss": (total, count)}, metrics)
 
-    def run_batch(self, tables, batch: Batch):
-        """Runs all layers on a batch: (x_BTD, metrics of the stacked layers)."""
-        positions = self.positions_of(batch)
-        x_BTD, _ = self.begin(tables, batch.tokens, positions)
-        if shards("layers") > 1:
-            from ..parallel.gpipe import run_in_stages
-
-            return run_in_stages(self, x_BTD, batch)
-        x_BTD, _, metrics = self.run_layers(x_BTD, positions)
-        return x_BTD, metrics
-
-    def positions_of(self, batch: Batch, **more) -> Positions:
-        return make_positions(self.config, batch.tokens, batch.segment_ids, batch.targets, **more)
-
     def finish(self, tables, x_BTD, targets_BT):
         """The cross entropy after the layers: (sum in nats, number of targets)."""
         x_BTD = self.final_norm(x_BTD)
-        bias_RV = self.bias_copies()
-        return cross_entropy(x_BTD, tables[-1], targets_BT, self.config, bias_RV)
+        return cross_entropy(x_BTD, tables[-1], targets_BT, self.config, self.bias_copies())
 
     def add_costs(self, total, metrics):
         """Adds the weighted means over the layers of the metrics in `costs`."""
@@ -254,3 +182,15 @@ class Decoder(nnx.Module):
 
     def update_buffers(self, objective: Objective) -> None:
         """Updates the model's buffers, if it has any, after a batch."""
+
+    def layer_means(self, metrics, count) -> dict:
+        """Means over the layers of their metrics: name → (sum over positions, number of positions).
+
+        Of a metric that is a vector, each number has its own name, such as load_0.
+        """
+        means = {}
+        for name, metric in metrics.items():
+            mean = metric.mean(axis=0)
+            names = [f"{name}_{i}" for i in range(len(mean))] if mean.ndim else [name]
+            means |= dict(zip(names, mean if mean.ndim else [mean], strict=True))
+        return {name: (mean, count) for name, mean in means.items()}

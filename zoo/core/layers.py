@@ -1,9 +1,10 @@
-"""Parts of layers: matmuls and their adapters, MLPs, norms, rotary embeddings.
+"""Parts of layers: matmuls, MLPs, norms, rotary embeddings.
 
 Shapes: B batch, T positions, D embed, F mlp, N heads, H head dim.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,79 +18,88 @@ from .sharding import constrain, explicit, mesh_axes, ones, param, reshape, shar
 # ---- products ------------------------------------------------------------------------------------
 
 
-class LowPrecisionWeight(nnx.Param):
-    """A weight in use that replaces `multiply` by its own method: see low_precision.py."""
+class WeightInUse(nnx.Param):
+    """A weight that multiplies in its own way, as options/ has some: Config.use_layer makes them of a
+    layer's weights. The methods here do what happens to other weights.
+    """
 
     def multiply(self, x, contract: int, seq: str) -> jax.Array:
-        raise NotImplementedError
-
-    def round_input(self, x: jax.Array) -> Any:
-        """Rounds x for all weights that multiply it."""
-        raise NotImplementedError
-
-    def exact_input(self, x) -> jax.Array:
-        """The input from `round_input` before it was rounded; other arrays unchanged."""
-        raise NotImplementedError
-
-    def dequantized(self) -> jax.Array:
-        raise NotImplementedError
-
-
-class WideWeight(nnx.Param):
-    """A weight in use that replaces `product` by its own method: see float32_sums.py."""
+        """See `multiply`."""
+        return lay_out_product(self.product, x, self, contract, seq)
 
     def product(self, x: jax.Array, contract: int, out_axes: tuple) -> jax.Array:
-        raise NotImplementedError
+        """tensordot(x, weight) in x's dtype; out_axes: the result's logical axes."""
+        return plain_product(self, x, contract, out_axes)
+
+    def prepare(self, x_BTD: jax.Array) -> Any:
+        """See `sublayer_input`."""
+        return gather_positions(x_BTD)
+
+    def exact_input(self, x) -> jax.Array:
+        """The array that `prepare` made x of, with its positions gathered."""
+        return x
+
+    def dense(self) -> jax.Array:
+        """The weight's values."""
+        return self[...]
 
 
 def multiply(x, weight: nnx.Param, contract: int = 1, seq: str = "seq") -> jax.Array:
     """Multiplies x[B, T, ...] by a weight in use: x's last `contract` dims with the weight's first.
 
     In the result, T has the logical axis `seq` and the dims after it have the weight's axes; this
-    fixes the layout of every activation in a layer. B and T are merged into one dim unless T is
-    split: where a gradient contracts two dims at once, XLA's CPU backend transposes its operands
-    first, which made the whole training step 1.6 times slower.
+    fixes the layout of every activation in a layer.
+
+    Args:
+      x: an array, or what `sublayer_input` made of one.
     """
-    if isinstance(weight, LowPrecisionWeight):
-        return weight.multiply(x, contract=contract, seq=seq)
+    if isinstance(weight, WeightInUse):
+        return weight.multiply(x, contract, seq)
+    return lay_out_product(functools.partial(plain_product, weight), x, weight, contract, seq)
+
+
+def lay_out_product(product, x, weight: nnx.Param, contract: int, seq: str) -> jax.Array:
+    """`multiply` by a function `product` of (x, contract, out_axes).
+
+    B and T are merged into one dim unless T is split: where a gradient contracts two dims at once,
+    XLA's CPU backend transposes its operands first, which made the training step 1.6 times slower.
+    """
     B, T, *inner = x.shape
     axes = weight.out_sharding[-weight[...].ndim :]
     if shards("seq") > 1 or shards(seq) > 1:
         x = constrain(x, "batch", "seq", *axes[:contract])
         out_axes = ("batch", seq, *axes[contract:])
-        return constrain(product(x, weight, contract, out_axes), *out_axes)
+        return constrain(product(x, contract, out_axes), *out_axes)
     x = reshape(x, (B * T, *inner), "batch", *axes[:contract])
-    y = product(x, weight, contract, ("batch", *axes[contract:]))
+    y = product(x, contract, ("batch", *axes[contract:]))
     return reshape(y, (B, T, *y.shape[1:]), "batch", "seq", *axes[contract:])
 
 
-def product(x: jax.Array, weight: nnx.Param, contract: int, out_axes: tuple) -> jax.Array:
+def plain_product(weight: nnx.Param, x: jax.Array, contract: int, out_axes: tuple) -> jax.Array:
     """tensordot(x, weight) in x's dtype; out_axes: the result's logical axes."""
-    if isinstance(weight, WideWeight):
-        return weight.product(x, contract, out_axes)
     w = weight[...].astype(x.dtype)
     return jnp.tensordot(x, w, contract, out_sharding=explicit(*out_axes))
+
+
+def sublayer_input(x_BTD: jax.Array, weight: nnx.Param) -> Any:
+    """Gathers the positions of a sublayer's input, which sequence-sharded tensor parallelism splits.
+
+    Args:
+      weight: one of those that multiply it, which may change it further.
+    """
+    return weight.prepare(x_BTD) if isinstance(weight, WeightInUse) else gather_positions(x_BTD)
+
+
+def gather_positions(x_BTD: jax.Array) -> jax.Array:
+    """Gathers the positions of the residual stream, if rules split it more than the rest."""
+    if mesh_axes("residual_seq") == mesh_axes("seq"):
+        return x_BTD
+    return checkpoint_name(constrain(x_BTD, "batch", "seq", "act_embed"), "gathered")
 
 
 def dot(dims: str, x: jax.Array, y: jax.Array, out_sharding=None) -> jax.Array:
     """jnp.einsum with a float32 result."""
     return jnp.einsum(dims, x, y, preferred_element_type=jnp.float32, out_sharding=out_sharding)
-
-
-def project(module, name: str, x, contract: int = 1, seq: str = "seq") -> jax.Array:
-    """`multiply` by the module's weight of this name, plus its adapter's output if it has one.
-
-    Args:
-      x: as `gather` returns it.
-    """
-    weight = getattr(module, name)
-    y = multiply(x, weight, contract, seq)
-    if name in module.lora:
-        adapter = module.lora[name]
-        if isinstance(weight, LowPrecisionWeight):
-            x = weight.exact_input(x)
-        y += multiply(multiply(x, adapter.a, contract), adapter.b, seq=seq) * adapter.scale
-    return y
 
 
 def add_bias(y_BT: jax.Array, bias: nnx.Param | None) -> jax.Array:
@@ -101,31 +111,6 @@ def add_bias(y_BT: jax.Array, bias: nnx.Param | None) -> jax.Array:
         return y_BT
     sum_BT = y_BT.astype(jnp.float32) + bias[...].astype(jnp.float32)[None, None]
     return sum_BT.astype(y_BT.dtype)
-
-
-def gather(x_BTD: jax.Array, weight: nnx.Param | None = None) -> Any:
-    """Gathers the positions of a sublayer's input, which sequence-sharded tensor parallelism splits.
-
-    In low precision, rounds it for all weights that multiply it; `weight` is one of them.
-    """
-    if isinstance(weight, LowPrecisionWeight):
-        return weight.round_input(x_BTD)
-    if mesh_axes("residual_seq") == mesh_axes("seq"):
-        return x_BTD
-    return checkpoint_name(constrain(x_BTD, "batch", "seq", "act_embed"), "gathered")
-
-
-def adapters(module: nnx.Module, config, rngs: nnx.Rngs, **contract: int) -> nnx.Dict:
-    """An Adapter (lora.py) for each weight of a module that config.lora_targets lists, by name.
-
-    `contract` maps each weight that can have one to how many dims of its input are contracted.
-    """
-    if not config.lora_rank:
-        return nnx.Dict()
-    from ..options.lora import Adapter
-
-    names = [name for name in contract if name in config.lora_targets]
-    return nnx.Dict({n: Adapter(getattr(module, n), contract[n], config, rngs=rngs) for n in names})
 
 
 # ---- MLPs and norms ------------------------------------------------------------------------------
@@ -159,13 +144,13 @@ class GatedMLP(nnx.Module):
         self.gate_bias = param(rngs, (F,), ("mlp",), 0.0) if biased else None
         self.up_bias = param(rngs, (F,), ("mlp",), 0.0) if biased else None
         self.down_bias = param(rngs, (D,), ("norm",), 0.0) if biased else None
-        self.lora = adapters(self, config, rngs, gate=1, up=1, down=1)
+        config.add_weights(self, rngs, gate=1, up=1, down=1)
 
     def __call__(self, x_BTD):
-        x_BTD = gather(x_BTD, self.up)
-        gate_BTF = self.activation(add_bias(project(self, "gate", x_BTD), self.gate_bias))
-        hidden_BTF = gate_BTF * add_bias(project(self, "up", x_BTD), self.up_bias)
-        return add_bias(project(self, "down", hidden_BTF, seq="residual_seq"), self.down_bias)
+        x_BTD = sublayer_input(x_BTD, self.up)
+        gate_BTF = self.activation(add_bias(multiply(x_BTD, self.gate), self.gate_bias))
+        hidden_BTF = gate_BTF * add_bias(multiply(x_BTD, self.up), self.up_bias)
+        return add_bias(multiply(hidden_BTF, self.down, seq="residual_seq"), self.down_bias)
 
 
 class RMSNorm(nnx.Module):
@@ -228,7 +213,7 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 class RopeScaling:
-    """Changes rotary wavelengths for longer contexts: Llama3, and those in rope_scaling.py."""
+    """Changes rotary wavelengths for longer contexts: Llama3's, and those in options/."""
 
     magnitude: float  # by which queries and keys are multiplied
     by_length: ClassVar[bool] = False  # whether it depends on the length of a row
@@ -238,7 +223,7 @@ class RopeScaling:
         raise NotImplementedError
 
     def as_tuple(self) -> tuple:
-        """The form that saved configs contain; config.read_scaling reads it."""
+        """The form that saved configs contain."""
         raise NotImplementedError
 
     def check(self, pairs: int) -> None:
@@ -274,8 +259,8 @@ class Llama3(RopeScaling):
         return dataclasses.astuple(self)
 
 
-class Kind(NamedTuple):
-    """The attention settings that may differ between the layers of a model."""
+class AttentionType(NamedTuple):
+    """The settings of attention that may differ between the layers of a model."""
 
     window: int | None  # a position sees itself and the window - 1 before it; None: all before it
     rope_theta: float | None  # base of the rotary wavelengths; None: no rotary embeddings
@@ -283,8 +268,25 @@ class Kind(NamedTuple):
 
     @property
     def magnitude(self) -> float:
-        """The factor by which YaRN and LongRope scale queries and keys; 1 otherwise."""
+        """The factor by which the rotary scaling multiplies queries and keys."""
         return self.rope_scaling.magnitude if self.rope_scaling else 1.0
+
+    def check(self, name: str, rotary_dim: int) -> None:
+        """Raises ValueError if it is invalid for heads of which this many dims rotate.
+
+        Args:
+          name: the Config's field that rotary_dim comes from.
+        """
+        if self.rope_theta is None:
+            return
+        if not 1 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta={self.rope_theta} must be a finite number > 1")
+        if rotary_dim % 2:
+            raise ValueError(
+                f"{name}={rotary_dim} must be even: rotary embeddings rotate pairs of dims"
+            )
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(rotary_dim // 2)
 
 
 def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> jax.Array:
@@ -303,7 +305,9 @@ def rotate(x_BTNH: jax.Array, angles_BTH: jax.Array, magnitude: float = 1.0) -> 
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
 
-def rope_angles(kind: Kind, head_dim: int, positions_BT: jax.Array, length: Any = 0) -> jax.Array:
+def rope_angles(
+    kind: AttentionType, head_dim: int, positions_BT: jax.Array, length: Any = 0
+) -> jax.Array:
     """Angles of each pair of dims: [B, T, H/2], float32 radians.
 
     Args:

@@ -36,6 +36,8 @@ class AxisNames:
     # layer; only a pipeline splits it.
     logical_axes: dict[str, str]
     in_use: dict[str, str]  # a weight's axis at rest → its name in use, so that the two can differ
+    # Axes of `in_use` along which a layer gathers weights itself, so that it gets them as at rest.
+    gathered_by_layers: tuple[str, ...] = ()
     # Dims that need not be divisible by their mesh axes, and what happens then: "padded" or
     # "replicated". Others are an error.
     uneven: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -49,6 +51,11 @@ class AxisNames:
     def while_used(self, axis: str) -> str:
         """The name in use of a weight's axis at rest."""
         return self.in_use.get(axis, axis)
+
+    @property
+    def in_use_by_layers(self) -> dict[str, str]:
+        """`in_use` for the weights of a layer."""
+        return self.in_use | {axis: axis for axis in self.gathered_by_layers}
 
     @property
     def stream(self) -> str:

@@ -1,4 +1,4 @@
-"""A stack of layers: how they are built, brought into use and run one after another.
+"""A stack of layers: how they are built and run one after another.
 
 Shapes: B batch, T positions, D embed, L layers.
 """
@@ -11,14 +11,14 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.ad_checkpoint import checkpoint_name
 
-from .sharding import check_rules, in_use, shards
+from .sharding import check_rules, shards
 
 # What a layer's forward pass keeps for its backward pass; the rest is recomputed.
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,  # under FSDP, gathered weights too
     "dots": jax.checkpoint_policies.save_from_both_policies(  # products with a weight
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names("product"),  # in low precision
+        jax.checkpoint_policies.save_only_these_names("product"),  # by WeightInUse.multiply
     ),
     # The two sublayers' outputs: tensor parallelism repeats no all-reduce.
     "sublayers": jax.checkpoint_policies.save_only_these_names("sublayer"),
@@ -30,9 +30,6 @@ REMAT_POLICIES = {
         offload_src="device", offload_dst="pinned_host",
     ),
 }  # fmt: skip
-
-# Axes that weights in use still have as at rest: experts.mix gathers them.
-GATHERED_LATER = {"expert_embed": "expert_embed"}
 
 
 def stack(make_layer, num_layers: int, rngs: nnx.Rngs, axis: str = "layers"):
@@ -49,75 +46,39 @@ def stack(make_layer, num_layers: int, rngs: nnx.Rngs, axis: str = "layers"):
     return layers
 
 
-def numbers(layers) -> jax.Array:
+def layer_indices(layers) -> jax.Array:
     """The numbers 0, 1, … of a stack's layers."""
     return jnp.arange(jax.tree.leaves(layers)[0].shape[0])
 
 
-def scan_layers(
-    function,
-    x: jax.Array,
-    layers,
-    kinds: tuple,
-    remat,
-    unroll: int = 1,
-    period: tuple[str, ...] = (),
-):
+def scan_layers(function, x: jax.Array, layers, remat, unroll: int = 1):
     """Runs x through stacked layers, so that compile time doesn't grow with their number.
 
-    Layers of several kinds: see periods.py.
-
     Args:
-      function: (x, one layer of `layers`, its kind) → (x, outputs).
-      layers: tree of arrays whose first dim is L; with a `period`, a dict of such trees, each for
-        the layers of one stack.
-      kinds: static settings of layers; layer l has kind l mod len(kinds).
+      function: (x, one layer of `layers`) → (x, outputs).
+      layers: tree of arrays whose first dim is L.
       remat: one of REMAT_POLICIES' values.
-      unroll: layers per iteration of the compiled loop, if there is only one kind.
-      period: for layers of unequal shapes, the stack of each layer of a period; as long as `kinds`.
+      unroll: layers per iteration of the compiled loop.
 
-    Returns: (x, outputs of all layers, stacked in a first dim L; with a `period`, a dict of those
-      of each stack).
+    Returns: (x, outputs of all layers, stacked in a first dim L).
     """
-    if shards("layers") > 1:
-        raise ValueError("the rules split the layers into stages, which can't generate")
-    offloads = remat is REMAT_POLICIES["offload"]
-
-    def run_layer(x, layer, kind):
-        return function(checkpoint_name(x, "input") if offloads else x, layer, kind=kind)
-
-    if len(kinds) != 1:
-        from ..options.periods import scan_periods
-
-        return scan_periods(run_layer, x, layers, kinds, remat, period)
-    layer = functools.partial(run_layer, kind=kinds[0])
-    layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
+    layer = jax.checkpoint(remat_input(function, remat), policy=remat, prevent_cse=False)
     return jax.lax.scan(layer, x, layers, unroll=unroll)
 
 
-def layer_in_use(layer, names: dict[str, str], config):
-    """`in_use` for a layer; its weights then multiply in the format of config.matmul, and devices add
-    their gradients in config.reduce_dtype.
+def remat_input(function, remat):
+    """A layer's function whose input remat may move to the host.
 
-    Args:
-      names: a weight's logical axis at rest → its name in use.
+    Raises ValueError if the rules split the layers.
     """
-    if config.reduce_dtype:
-        return weights_in_use(layer, names, config)
-    if not config.matmul:
-        return in_use(layer, names | GATHERED_LATER, config.dtype)
-    from ..options.low_precision import lowered
-
-    return lowered(layer, in_use(layer, names, config.dtype), names, config)
-
-
-def weights_in_use(weights, names: dict[str, str], config):
-    """`in_use` in config.dtype; devices add the weights' gradients in config.reduce_dtype."""
-    if not config.reduce_dtype:
-        return in_use(weights, names, config.dtype)
-    from ..options.float32_sums import wide_in_use
-
-    return wide_in_use(weights, names, config.dtype)
+    if shards("layers") > 1:
+        raise ValueError(
+            "the rules split the layers into stages, which can't generate and need a Config that "
+            "inherits ComputeOptions"
+        )
+    if remat is not REMAT_POLICIES["offload"]:
+        return function
+    return lambda x, layer: function(checkpoint_name(x, "input"), layer)
 
 
 def fit_rules(method):

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .layers import dot, gather, is_target, soft_cap
+from ..kernels import choice
+from .layers import dot, gather_positions
 from .sharding import auto, cast, constrain, device, explicit, param, reshape, shards
 
 
@@ -84,15 +85,6 @@ def table_copies(table: nnx.Param, dtype: str) -> jax.Array:
     return constrain(jnp.broadcast_to(table_VD, shape, out_sharding=explicit(*axes)), *axes)
 
 
-def copies_in_use(table: nnx.Param, config) -> jax.Array:
-    """`table_copies` in config.dtype; devices add their gradients in config.reduce_dtype."""
-    if not config.reduce_dtype:
-        return table_copies(table, config.dtype)
-    from ..options.float32_sums import summed_in_float32
-
-    return summed_in_float32(table_copies, table, config.dtype)
-
-
 def look_up(table_RVD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Embeddings of tokens, [B, T, D]; each shard of B and T reads its own copy of the table."""
     lookup = auto(jax.vmap(_rows), SHARDS, None, "act_embed")
@@ -135,7 +127,7 @@ _rows.defvjp(lambda *saved: (_rows(*saved), saved), _add_rows)
 
 def unembed(x_BTD: jax.Array, table_RVD: jax.Array, config, bias_RV=None) -> jax.Array:
     """Logits [B, T, V] in float32."""
-    product_RMV = table_product(by_shard(gather(x_BTD), "act_embed"), table_RVD, bias_RV)
+    product_RMV = table_product(by_shard(gather_positions(x_BTD), "act_embed"), table_RVD, bias_RV)
     logits_RMV = logits_of(product_RMV, config)
     logits_BTV = from_shards(logits_RMV, x_BTD.shape[:2], "vocab")
     if logits_BTV.shape[-1] == config.vocab_size:
@@ -150,7 +142,7 @@ def cross_entropy(x_BTD, table_RVD, targets_BT, config, bias_RV=None):
     have logits at the same time.
     """
     targets_BT = constrain(targets_BT, "batch", "seq")
-    x_CRMD = in_chunks(gather(x_BTD), config, "act_embed")
+    x_CRMD = in_chunks(gather_positions(x_BTD), config, "act_embed")
     sums_R: Any = _sums(config, x_CRMD, table_RVD, bias_RV, in_chunks(targets_BT, config))
     return sums_R.sum(), (targets_BT >= 0).sum().astype(jnp.float32)
 
@@ -241,13 +233,7 @@ def _zeros(table_RVD):
 def cross_entropies(config, product_RMV, targets_RM):
     """Cross entropies of one chunk, [R, M], from the product of x and the table; 0 for padding."""
     logits_RMV = logits_of(product_RMV, config)
-    if device().platform == "gpu" and shards("vocab") == 1:
-        from ..kernels.gpu_loss import nats_in_one_pass
-
-        nats_RM: Any = nats_in_one_pass(logits_RMV, targets_RM)
-    else:
-        picked_RM = jnp.where(is_target(logits_RMV, targets_RM), logits_RMV, 0).sum(axis=-1)
-        nats_RM = jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
+    nats_RM = choice.cross_entropies(logits_RMV, targets_RM)
     return jnp.where(targets_RM < 0, 0, nats_RM)
 
 
@@ -272,10 +258,7 @@ def table_product(x_RMD, table_RVD, bias_RV=None):
 
 def logits_of(product_RMV, config):
     """Logits [R, M, V] in float32; padded tokens get -inf."""
-    logits_RMV = product_RMV
-    if config.logits_divisor != 1:
-        logits_RMV = logits_RMV / config.logits_divisor
-    logits_RMV = soft_cap(logits_RMV, config.logits_soft_cap)
+    logits_RMV = config.finish_logits(product_RMV)
     if logits_RMV.shape[-1] > config.vocab_size:
         padding = jnp.arange(logits_RMV.shape[-1])[None, None] >= config.vocab_size
         logits_RMV = jnp.where(padding, -jnp.inf, logits_RMV)

@@ -5,7 +5,8 @@ Notation as there. E experts, J experts per position.
 
 import dataclasses
 
-from ..core.strategies import CP, DECODER, DENSE_STACK, HEADS, PP, TP, decoder_rules, split_alike
+from ..core.strategies import CP, DECODER, HEADS, PP, TP, decoder_rules, split_alike
+from ..options.dense_first import DENSE_STACK
 
 # Expert parallel: each device along `expert` has E / expert of the experts, and positions travel to
 # them and back: Slots[E, B_data_expert, D] → Slots[E_expert, B_data, D]. These are four all-to-alls
@@ -52,5 +53,6 @@ EXPERT_DECODER = dataclasses.replace(
         DENSE_STACK: "stack",
     },
     in_use=DECODER.in_use | {"expert_embed": "act_embed"},
+    gathered_by_layers=("expert_embed",),  # mixture.mix gathers them
     within={"expert": "batch"},  # positions travel along the mesh axes that split experts
 )

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.attention import Positions, stripe
+from ..core.attention import AttentionInputs
 from .dispatch import Choice, by_capacity, dropless
 from .exchange import over_limit
 from .matmul import LocalExperts, gather_experts
-from ..core.layers import WideWeight, gather, multiply
+from ..core.layers import gather_positions, multiply
 from ..core.sharding import auto, constrain, mesh_axes, param, per_device, reshape, zeros
 from .slots import varying, varying_axes
 from ..core.stack import REMAT_POLICIES
@@ -63,19 +63,19 @@ class Balance(nnx.Variable):
     """A bias on the experts' scores before the choice: a buffer, without a gradient."""
 
 
-def feed_forward(layer, x_BTD, positions: Positions) -> tuple[jax.Array, dict]:
+def feed_forward(layer, x_BTD, inputs: AttentionInputs) -> tuple[jax.Array, dict]:
     """What follows attention in a layer: its `mlp`, which `mlp_gate` may scale, its `experts`, or both.
 
     Returns: (the output to add to the residual, the metrics of `measure`, {} without experts).
     """
     if layer.mlp is None:
-        return layer.experts(x_BTD, positions)
+        return layer.experts(x_BTD, inputs)
     out_BTD = layer.mlp(x_BTD)
     if layer.mlp_gate is not None:
         out_BTD = gate_by_position(out_BTD, x_BTD, layer.mlp_gate)
     if layer.experts is None:
         return out_BTD, {}
-    routed_BTD, metrics = layer.experts(x_BTD, positions)
+    routed_BTD, metrics = layer.experts(x_BTD, inputs)
     return out_BTD + routed_BTD, metrics
 
 
@@ -156,12 +156,12 @@ class GatedExperts(nnx.Module):
         self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), down_stddev)
         self.bias = zeros((E,), ("router",), Balance) if biased else None
 
-    def __call__(self, x_BTD, positions: Positions):
+    def __call__(self, x_BTD, inputs: AttentionInputs):
         """Returns the output to add to the residual, and the metrics of `measure`; see `mix`."""
         return mix(
             x_BTD,
             self.config,
-            positions,
+            inputs,
             route=self.route,
             expert=swiglu,
             weights=(self.gate, self.up, self.down),
@@ -210,7 +210,7 @@ def swiglu(product, x, gate, up, down):
     return product(jax.nn.silu(product(x, gate)) * product(x, up), down)
 
 
-def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple:
+def mix(x_BTD, config, inputs: AttentionInputs, *, route, expert, weights) -> tuple:
     """Each position's weighted sum of its experts' outputs, and what `route` adds to the choice.
 
     Experts run inside jax.shard_map, so communication is explicit and the same on any mesh. In
@@ -223,9 +223,9 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
         of `mlp`. `product` multiplies rows by their experts' part of a weight.
       weights: parameters [E, ...].
     """
-    capacity = None if positions.generates else config.capacity
-    load_limit = 0.0 if positions.generates or capacity is not None else config.load_limit
-    x_BTD = gather(x_BTD)
+    capacity = None if inputs.generates else config.capacity
+    load_limit = 0.0 if inputs.generates or capacity is not None else config.load_limit
+    x_BTD = gather_positions(x_BTD)
     E = config.num_experts
     T = x_BTD.shape[1]
     split = {
@@ -240,7 +240,7 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
     if {*split["expert_embed"]} <= {*split["batch"], *split["seq"]}:  # else all have the same rows
         kept.append("expert_embed")
     axes = at_rest = [tuple(n if n in kept else None for n in names) for names in axes]
-    is_wide = isinstance(weights[0], WideWeight)
+    is_wide = bool(config.reduce_dtype)
     operands = [w[...] if is_wide else w[...].astype(x_BTD.dtype) for w in weights]
     if config.matmul:
         from ..options.low_precision import of_experts
@@ -249,7 +249,7 @@ def mix(x_BTD, config, positions: Positions, *, route, expert, weights) -> tuple
     slots = T  # enough for any choice
     if capacity is not None:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
-    choice, *more = route(x_BTD, positions.counted_BT, slots, load_limit)
+    choice, *more = route(x_BTD, inputs.counted_BT, slots, load_limit)
 
     def compute(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
         if is_wide:  # devices add up gradients before this cast's transpose
@@ -313,8 +313,9 @@ def choose(
     cumsum = functools.partial(jnp.cumsum, axis=1)
     if mesh_axes("seq"):  # devices exchange these small numbers
         cumsum = auto(cumsum, "batch", "seq", "router")
-    natural_BTE = stripe(config, taken_BTE, "router", back=True)
-    before_BTE = stripe(config, cumsum(natural_BTE), "router") - taken_BTE
+    layout = config.row_layout(taken_BTE.shape[1])
+    natural_BTE = layout.reorder(taken_BTE, "router", back=True)
+    before_BTE = layout.reorder(cumsum(natural_BTE), "router") - taken_BTE
     place = [jnp.where(best_BTE, before_BTE, 0).sum(axis=-1) for best_BTE in taken]
     expert_BTJ, weight_BTJ, place_BTJ = (jnp.stack(x, -1) for x in (expert, weight, place))
     if load_limit:

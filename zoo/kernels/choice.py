@@ -1,17 +1,18 @@
-"""The choice among attention kernels, and the one that XLA compiles for short rows.
+"""The table from a device to its kernels, and the attention that XLA compiles for short rows.
 
-Others are in files of their own: flash.py, splash.py, triton.py and cudnn.py.
+Other kernels are in files of their own, which are imported for the devices that use them.
 
 Shapes: B batch, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim.
 """
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..core.layers import dot
+from ..core.layers import dot, is_target
 from ..core.sharding import constrain, device, mesh_axes, reshape, shards
 
 JOINABLE = ("flash", "splash", "triton")  # outputs for several parts of the keys can be joined
@@ -126,6 +127,28 @@ def compute_capability(kind: str) -> float:
     return 9.0 if "NVIDIA" in kind else 0.0  # compiling for a GPU that this machine lacks
 
 
+def on_device(kernel: str, settings: "Settings", q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
+    """One device's part of attention by a kernel other than XLA's: [B, T, N, H]."""
+    if kernel == "cudnn":
+        from .cudnn import cudnn
+
+        return cudnn(settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
+    from .flash import attend_by_blocks
+
+    return attend_by_blocks(kernel, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
+
+
+def cross_entropies(logits_RMV: jax.Array, targets_RM: jax.Array) -> jax.Array:
+    """Cross entropies [R, M] of the targets, from logits in float32."""
+    if device().platform == "gpu" and shards("vocab") == 1:
+        from .gpu_loss import nats_in_one_pass
+
+        nats_RM: Any = nats_in_one_pass(logits_RMV, targets_RM)
+        return nats_RM
+    picked_RM = jnp.where(is_target(logits_RMV, targets_RM), logits_RMV, 0).sum(axis=-1)
+    return jax.nn.logsumexp(logits_RMV, axis=-1) - picked_RM
+
+
 # ---- the kernel of XLA ---------------------------------------------------------------------------
 
 
@@ -139,7 +162,8 @@ class Settings:
     soft_cap: float | None = None
     ring: tuple[str, ...] = ()  # mesh axes that split T between devices
     devices: int = 1  # on the ring
-    striped: bool = False  # see context.has_stripes
+    striped: bool = False  # whether device d of n has the positions d, d + n, d + 2n, …
+    around: Any = None  # makes of a kernel's two functions those for the keys of all devices
 
 
 def in_window(age, window: int | None, slack: int = 0):

@@ -77,11 +77,7 @@ def _functions(kernel, settings):
         from .triton import triton, triton_gradients
 
         output, gradients = triton, triton_gradients
-    if settings.ring:
-        from ..parallel.context import around_ring
-
-        return around_ring(output, gradients)
-    return output, gradients
+    return settings.around(output, gradients) if settings.around else (output, gradients)
 
 
 def flash(settings: Settings, q_BNTH, kv, ids_BT, offset):

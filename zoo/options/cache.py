@@ -1,12 +1,15 @@
 """Generation with a cache of the keys and values of tokens that a model has read.
 
-Only `prefill` and `decode` of a model use this file, so a model can be copied and trained without it.
+    logits_BV, cache = prefill(model, tokens_BT, lengths_B, slots=256)
+    logits_BV, cache = decode(model, tokens_B, cache)
 
 Shapes: B batch, T positions, S slots of the cache, D embed, N heads, K kv heads, G = N/K, H head dim,
 V vocab or head dim of values, C latent, P rotary dim, L layers, R shards of B and T.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +17,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..kernels.choice import NOT_SEEN
-from ..core.layers import LowPrecisionWeight, dot, gather, soft_cap
+from ..core.attention import AttentionInputs
+from ..core.layers import AttentionType, WeightInUse, dot, gather_positions, soft_cap
 from ..core.sharding import auto, constrain, explicit, mesh_axes, reshape, shards
-from ..core.stack import fit_rules
+from ..core.stack import fit_rules, layer_indices
 from ..core.vocabulary import Batch, unembed
+
+
+ATTENTION = "attention"  # the stack of layers with keys and values, where others keep a state
 
 
 class Cache(NamedTuple):
@@ -63,16 +70,50 @@ class Cache(NamedTuple):
         return Cache(k, v, self.first, self.length + 1, states)
 
 
+@dataclasses.dataclass(frozen=True)
+class CachedInputs(AttentionInputs):
+    """What one new position of each row attends to: itself and a cache."""
+
+    cache: Cache = dataclasses.field(kw_only=True)
+    seen: dict[AttentionType, jax.Array] = dataclasses.field(kw_only=True)  # [B, S], bool: slots
+
+    def attend(
+        self, q_BTNH, k_BTKH, v_BTKH, kind, cache_index=None, *, soft_cap=None, sinks_N=None
+    ) -> jax.Array:
+        past_k_BSKH, past_v_BSKH = self.cache.of_layer(cache_index)
+        return attend_to_cache(
+            keys=((q_BTNH, k_BTKH, past_k_BSKH),),
+            values=(v_BTKH, past_v_BSKH),
+            seen_BS=self.seen[kind],
+            root=math.sqrt(q_BTNH.shape[-1]),
+            cap=soft_cap,
+            sinks_N=sinks_N,
+        )
+
+    def of_layers(self, layers, first: int = 0) -> jax.Array:
+        return first + layer_indices(layers)
+
+    def of_stack(self, name: str, layers) -> Any:
+        """The cache_index of each layer of unlike_layers' stacks: for some, the state itself."""
+        return self.of_layers(layers) if name == ATTENTION else self.cache.states[name]
+
+
 @fit_rules
 def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
-    """A decoder's logits after left-padded prompts, [B, V], and a Cache of `slots` slots."""
+    """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.
+
+    Args:
+      tokens_BT: int, left-padded: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
+      slots: S ≥ T, the capacity of the cache in tokens, including prompts and padding.
+    """
     T = tokens_BT.shape[1]
     first_B = constrain(T - lengths_B, "batch")
     positions_BT = constrain(jnp.arange(T)[None] - first_B[:, None], "batch", "seq")
     segments_BT = (positions_BT >= 0).astype(jnp.int32)  # padding: segment 0
     batch = Batch(tokens_BT, None, segments_BT)
-    positions = model.positions_of(batch, positions_BT=positions_BT, lengths_B1=lengths_B[:, None])
-    x_BTD, table_RVD, kv, states = run(model, tokens_BT, positions)
+    inputs = model.inputs_of(batch, positions_BT=positions_BT, lengths_B1=lengths_B[:, None])
+    inputs = dataclasses.replace(inputs, generates=True)
+    x_BTD, table_RVD, kv, states = run(model, tokens_BT, inputs)
     unchanged = (0, 0)
     padding = (unchanged, unchanged, (0, slots - T), unchanged, unchanged)
     pad = functools.partial(jnp.pad, pad_width=padding)
@@ -83,32 +124,40 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
 
 @fit_rules
 def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
-    """A decoder's logits after one more token per row, [B, V], and the extended cache."""
-    next_B1 = cache.next_B1
+    """Reads one more token per row. Returns next-token logits [B, V] and the extended cache.
+
+    A jitted caller should donate the cache, so that one slot is written in place. The cache must not
+    be full: length < S. Where a rotary scaling depends on the row's length, the new token has the
+    scaling of the row so far; keys in the cache keep theirs.
+    """
     tokens_B1 = tokens_B[:, None]
-    positions = model.positions_of(
-        Batch(tokens_B1, None, None), positions_BT=next_B1, cache=cache, lengths_B1=next_B1 + 1
+    next_B1 = cache.next_B1
+    batch = Batch(tokens_B1, None, None)
+    inputs = model.inputs_of(batch, positions_BT=next_B1, lengths_B1=next_B1 + 1)
+    inputs = CachedInputs(
+        **vars(dataclasses.replace(inputs, generates=True)),
+        cache=cache,
+        seen={kind: cache.seen(kind.window) for kind in model.config.kinds},
     )
-    x_B1D, table_RVD, kv, states = run(model, tokens_B1, positions)
+    x_B1D, table_RVD, kv, states = run(model, tokens_B1, inputs)
     return next_logits(x_B1D, table_RVD, model.config), cache.append(kv, states)
 
 
-def run(model, tokens_BT, positions) -> tuple[jax.Array, jax.Array, Any, Any]:
+def run(model, tokens_BT, inputs) -> tuple[jax.Array, jax.Array, Any, Any]:
     """Returns the layers' output, normed, [B, T, D], the table to unembed it, [R, V, D], all layers'
     keys and values, each [L, B, T, K, H], and the states of layers that have others, as in
     Cache.states.
     """
     tables = model.tables()
-    x_BTD, first_kv = model.begin(tables, tokens_BT, positions)
-    x_BTD, kv, _ = model.run_layers(x_BTD, positions)
+    x_BTD, first_kv = model.begin(tables, tokens_BT, inputs)
+    x_BTD, kept, _ = model.run_layers(x_BTD, inputs)
     states = None
-    if model.config.period:
-        from .unlike_layers import keys_and_states
-
-        kv, states = keys_and_states(kv)
+    if isinstance(kept, dict):  # of unlike_layers' stacks
+        states = {name: kept[name] for name in kept if name != ATTENTION}
+        kept = kept[ATTENTION]
     if first_kv is not None:
-        kv = jax.tree.map(lambda *x: jnp.concatenate(x), first_kv, kv)
-    return model.final_norm(x_BTD), tables[-1], kv, states
+        kept = jax.tree.map(lambda *x: jnp.concatenate(x), first_kv, kept)
+    return model.final_norm(x_BTD), tables[-1], kept, states
 
 
 def in_slots(function, x) -> Any:
@@ -125,7 +174,7 @@ def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
     B, T, D = x_BTD.shape
     parts = shards("seq")
     if parts == 1:
-        return unembed(gather(x_BTD)[:, -1:], table_RVD, config)[:, 0]
+        return unembed(gather_positions(x_BTD)[:, -1:], table_RVD, config)[:, 0]
     is_last_T = jnp.arange(T) == T - 1
     x_B1D = jnp.where(is_last_T[None, :, None], x_BTD, 0).sum(axis=1, keepdims=True)
     x_BPD = constrain(jnp.broadcast_to(x_B1D, (B, parts, D)), "batch", "seq", "act_embed")
@@ -134,7 +183,7 @@ def next_logits(x_BTD: jax.Array, table_RVD: jax.Array, config) -> jax.Array:
 
 
 def attend_absorbed(
-    attention, q_BTNH, turned_BTNP, latent_BT1C, key_BT1P, cache: Cache, layer, seen_BS
+    attention, q_BTNH, turned_BTNP, latent_BT1C, key_BT1P, inputs: CachedInputs, kind, cache_index
 ) -> jax.Array:
     """Latent attention (deepseek.py) of one new position, T = 1, to a cache. Returns [B, 1, N, V].
 
@@ -143,27 +192,19 @@ def attend_absorbed(
     keys as `v`, [L, B, S, 1, P].
     """
     nope = q_BTNH.shape[-1]
-    up_CNH = constrain(dense_weight(attention, "kv_up").astype(q_BTNH.dtype), None, "heads", None)
-    latents, rotary_keys = cache.of_layer(layer)
+    up = attention.kv_up
+    up_CNH = up.dense() if isinstance(up, WeightInUse) else up[...]
+    up_CNH = constrain(up_CNH.astype(q_BTNH.dtype), None, "heads", None)
+    latents, rotary_keys = inputs.cache.of_layer(cache_index)
     q_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, up_CNH[..., :nope])
     out_BTNC = attend_to_cache(
         keys=((q_BTNC, latent_BT1C, latents), (turned_BTNP, key_BT1P, rotary_keys)),
         values=(latent_BT1C, latents),
-        seen_BS=seen_BS,
+        seen_BS=inputs.seen[kind],
         root=attention.config.head_dim**0.5,
         axes=(None, "heads", None),
     )
     return jnp.einsum("BTNC,CNV->BTNV", out_BTNC, up_CNH[..., nope:])
-
-
-def dense_weight(module, name: str) -> jax.Array:
-    """The module's weight of this name in use, with its adapter's product added if it has one."""
-    weight = getattr(module, name)
-    w = weight.dequantized() if isinstance(weight, LowPrecisionWeight) else weight[...]
-    if name in module.lora:
-        adapter = module.lora[name]
-        w = w + jnp.tensordot(adapter.a[...], adapter.b[...], 1) * adapter.scale
-    return w
 
 
 def attend_to_cache(

@@ -1,5 +1,4 @@
-"""Sums over devices of weights' gradients in float32: stack.py and vocabulary.py import this file if
-Config.reduce_dtype is set.
+"""Sums over devices of weights' gradients in float32, with config.reduce_dtype.
 
 A gradient has the dtype of its weight, and a weight in use has 16 bits, so that gradients are rounded
 before any collective adds them. Here a weight in use is gathered in 16 bits, then held in float32.
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.layers import WideWeight
+from ..core.layers import WeightInUse
 from ..core.sharding import device, explicit, in_use
 
 
@@ -46,7 +45,7 @@ def wide_in_use(layer, names: dict[str, str], dtype: str):
     return jax.tree.map(wide, layer, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-class Float32Weight(WideWeight):
+class Float32Weight(WeightInUse):
     """A weight in use in float32, whose values are those of a dtype of 16 bits."""
 
     def product(self, x: jax.Array, contract: int, out_axes: tuple) -> jax.Array:

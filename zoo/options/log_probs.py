@@ -1,7 +1,5 @@
 """Log-probabilities of targets, chunk by chunk: for preference tuning. And what other losses start from.
 
-`Decoder.log_probs` alone uses this file, so a model can be copied and trained without it.
-
 Shapes: B batch, T positions, D embed, V vocab, R shards of B and T, M positions of one shard, C
 chunks.
 """
@@ -12,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.attention import stripe
-from ..core.layers import gather
+from ..core.layers import gather_positions
 from ..core.sharding import constrain, reshape, shards
 from ..core.stack import fit_rules
 from ..core.vocabulary import (
@@ -22,25 +19,30 @@ from ..core.vocabulary import (
 
 
 @fit_rules
-def of_targets(model, tokens, targets, segment_ids=None):
-    """Decoder.log_probs, and the metrics of the layers: name → [L, ...], sums over positions."""
-    config = model.config
-    batch = Batch(*(stripe(config, x) for x in (tokens, targets, segment_ids)))
+def log_probs(model, tokens, targets, segment_ids=None) -> jax.Array:
+    """The log-probability of each target, float32 [B, T]; 0 for padding. Arguments as in Decoder.loss."""
+    return log_probs_and_metrics(model, tokens, targets, segment_ids)[0]
+
+
+@fit_rules
+def log_probs_and_metrics(model, tokens, targets, segment_ids=None):
+    """`log_probs`, and the metrics of the layers: name → [L, ...], sums over positions."""
+    batch = model.on_devices(Batch(tokens, targets, segment_ids))
     tables = model.tables()
     x_BTD, metrics = model.run_batch(tables, batch)
     x_BTD, bias_RV = model.final_norm(x_BTD), model.bias_copies()
-    log_probs_BT = log_probs(x_BTD, tables[-1], batch.targets, config, bias_RV)
-    return stripe(config, log_probs_BT, back=True), metrics
+    log_probs_BT = target_log_probs(x_BTD, tables[-1], batch.targets, model.config, bias_RV)
+    return model.in_order(log_probs_BT), metrics
 
 
-def log_probs(x_BTD, table_RVD, targets_BT, config, bias_RV=None):
+def target_log_probs(x_BTD, table_RVD, targets_BT, config, bias_RV=None):
     """Log-probabilities of the targets, float32 [B, T]; 0 for targets below 0.
 
     In chunks, like `cross_entropy`. Their cotangents may differ, so the backward pass computes each
     chunk's logits again.
     """
     targets_BT = constrain(targets_BT, "batch", "seq")
-    x_CRMD = in_chunks(gather(x_BTD), config, "act_embed")
+    x_CRMD = in_chunks(gather_positions(x_BTD), config, "act_embed")
     targets_CRM = in_chunks(targets_BT, config)
     log_probs_CRM: Any = _log_probs(config, x_CRMD, table_RVD, bias_RV, targets_CRM)
     B, T = targets_BT.shape
@@ -53,12 +55,11 @@ def outputs(model, tokens, targets, segment_ids=None):
 
     Returns: their output, normed, [B, T, D]; the table to unembed it, [R, V, D]; their metrics.
     """
-    config = model.config
-    batch = Batch(*(stripe(config, x) for x in (tokens, targets, segment_ids)))
+    batch = model.on_devices(Batch(tokens, targets, segment_ids))
     tables = model.tables()
     x_BTD, metrics = model.run_batch(tables, batch)
-    x_BTD = gather(model.final_norm(x_BTD))
-    return stripe(config, x_BTD, "act_embed", back=True), tables[-1], metrics
+    x_BTD = gather_positions(model.final_norm(x_BTD))
+    return model.in_order(x_BTD, "act_embed"), tables[-1], metrics
 
 
 def from_chunks(x_CRM, shape: tuple[int, ...], *axes):

@@ -1,5 +1,4 @@
-"""Matmuls of layers in int8 or float8: stack.py and experts.py import this file if Config.matmul is
-set.
+"""Matmuls of layers in int8 or float8, with config.matmul.
 
 Weights are rounded at rest, so FSDP gathers bytes. quantization.py has the arithmetic.
 """
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ..core.layers import LowPrecisionWeight, gather
+from ..core.layers import WeightInUse, gather_positions
 from .quantization import FORMATS, Product, bits, multiply_rounded, numbers, quantize
 from ..core.sharding import constrain, mesh_axes, per_device
 
@@ -29,7 +28,7 @@ class RoundedInput(NamedTuple):
     scale: jax.Array  # [B, T, 1...]
 
 
-class RoundedWeight(LowPrecisionWeight):
+class RoundedWeight(WeightInUse):
     """A weight in use whose products are rounded."""
 
     at_rest: jax.Array
@@ -45,7 +44,7 @@ class RoundedWeight(LowPrecisionWeight):
         x = x if isinstance(x, RoundedInput) else self.round_input(x, contract)
         summed = mesh_axes(inner)
         scatters = bool(summed) and mesh_axes(seq) == summed
-        product, w, rest_axes = self.product(self.use_axes, outer)
+        product, w, rest_axes = self.rounded_product(self.use_axes, outer)
         product = product._replace(
             inner=summed,
             scatters=scatters,
@@ -84,7 +83,10 @@ class RoundedWeight(LowPrecisionWeight):
         )
         return checkpoint_name(constrain(y, "batch", seq, *outer), "product")
 
-    def round_input(self, x: jax.Array, contract: int = 1) -> RoundedInput:
+    def prepare(self, x_BTD: jax.Array) -> RoundedInput:
+        return self.round_input(x_BTD, 1)
+
+    def round_input(self, x: jax.Array, contract: int) -> RoundedInput:
         """Rounds the input of this weight's product, and then gathers its positions if they are split.
 
         Devices that split the weight's columns each compute a part of x's gradient. The parts of
@@ -118,15 +120,15 @@ class RoundedWeight(LowPrecisionWeight):
         return RoundedInput(exact=x, x=copies, copies=outer, q=q, scale=scale)
 
     def exact_input(self, x) -> jax.Array:
-        return gather(x.exact) if isinstance(x, RoundedInput) else x
+        return gather_positions(x.exact) if isinstance(x, RoundedInput) else x
 
-    def dequantized(self) -> jax.Array:
+    def dense(self) -> jax.Array:
         """The weight in use, in float32 if it is stored in int8."""
         if self.scale is None:
             return self[...]
         return self[...].astype(jnp.float32) * self.scale[None]
 
-    def product(self, use_axes, outer) -> tuple[Product, jax.Array, tuple]:
+    def rounded_product(self, use_axes, outer) -> tuple[Product, jax.Array, tuple]:
         """(Product, the weight that gets the gradient, its logical axes); outer: axes of columns.
 
         Where devices have different rows, the gradient is scattered as the weight rests.
@@ -205,22 +207,18 @@ def matrices(module, names: set[str]) -> list:
     ]
 
 
-def stacks_of(model) -> list:
-    """All stacks of layers."""
-    if model.config.period:
-        return [*model.layers.values()]
-    return [model.dense, model.layers] if model.config.dense_layers else [model.layers]
-
-
 def store(model, names: dict[str, str]):
     """Rounds the matrices of a model's layers to int8, for inference. Returns the model.
 
     It then needs config.matmul="int8_weights". The scales of a weight `q` are a parameter `q_scale`.
     """
-    for _, module in [pair for stack in stacks_of(model) for pair in nnx.iter_graph(stack)]:
+    stacks = model.axes.stacks
+    for _, module in [*nnx.iter_graph(model)]:
         for name, weight in matrices(module, {*names}):
             axes = weight.out_sharding
-            first = sum(axis in ("layers", "dense_stack", "expert") for axis in axes)
+            if axes[0] not in stacks:
+                continue
+            first = sum(axis in (*stacks, "expert") for axis in axes)
             # D comes first, and is contracted, or last.
             dims = (first,) if axes[first] in names else tuple(range(first, len(axes) - 1))
             q, scale = quantize(weight[...], dims, FORMATS["int8_weights"][0])
@@ -250,7 +248,7 @@ def of_experts(expert, split, weights, axes, dtype):
             arrays.append(weight[...].astype(dtype))
             array_axes.append(use_axes)
             continue
-        product, w, rest_axes = weight.product(use_axes, use_axes[2])
+        product, w, rest_axes = weight.rounded_product(use_axes, use_axes[2])
         product = product._replace(summed=others(product.summed))
         products.append((product, mesh_axes(use_axes[1], manual=True)))
         arrays += [w, *weight.rounded(1)]

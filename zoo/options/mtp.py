@@ -1,6 +1,6 @@
 """Multi-token prediction: a head that predicts the token after the next one, for training.
 
-decoder.py uses this file if a model has the head, so a model without it can be copied alone.
+A model that may have the head makes it in `mtp` and takes `objective` as its method.
 
 Shapes: B batch, T positions, D embed.
 """
@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.attention import make_positions, stripe
-from ..core.layers import RMSNorm, gather, multiply
-from ..core.sharding import auto, constrain, param
-from ..core.stack import layer_in_use
+from ..core.decoder import Decoder
+from ..core.layers import RMSNorm, gather_positions, multiply
+from ..core.sharding import auto, constrain, param, shards
 from ..core.vocabulary import Batch, Objective, cross_entropy, look_up
+
+
+HEAD_PATH = "mtp/"  # how paths of the head's weights begin
 
 
 class MTPHead(nnx.Module):
@@ -46,42 +48,49 @@ class MTPHead(nnx.Module):
         self.join = param(rngs, (2 * D, D), ("embed", "norm"), (2 * D) ** -0.5)
         self.final_norm = norm(D)
 
-    def __call__(self, x_BTD, next_BTD, positions, kind):
+    def __call__(self, x_BTD, next_BTD, inputs, kind):
         """Returns its output before `final_norm`, [B, T, D], and the metrics of its layer."""
         pair = (self.token_norm(next_BTD), self.hidden_norm(x_BTD))
-        joined = gather(jnp.concatenate(pair, axis=-1))
+        joined = gather_positions(jnp.concatenate(pair, axis=-1))
         x_BTD = multiply(joined, self.join, seq="residual_seq")
         x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
-        x_BTD, _, metrics = self.layer(x_BTD, positions, kind)
+        x_BTD, _, metrics = self.layer(x_BTD, inputs, kind)
         return x_BTD, metrics
 
 
-def objective_with_mtp(model, batch: Batch) -> Objective:
-    """`Decoder.objective` plus the cross entropy at the second-next tokens times config.mtp_weight.
+def objective(model, batch: Batch) -> Objective:
+    """`Decoder.objective`, with a head plus the cross entropy at the second-next tokens times
+    config.mtp_weight.
 
-    `aux` has it as "mtp", and the metrics of the head's layer come last.
+    `aux` has it as "mtp", and the metrics of the head's layer come last. Raises ValueError if the
+    rules split the layers.
     """
+    if model.mtp is None:
+        return Decoder.objective(model, batch)
+    if shards("layers") > 1:
+        raise ValueError("a pipeline has no stage for the layer of mtp_depth=1; use mtp_depth=0")
     config = model.config
     next_BT = following(batch.tokens, 0)
     second_BT = following(batch.targets, -1)
     if batch.segment_ids is not None:  # not into another document
         same_BT = following(batch.segment_ids, -1) == batch.segment_ids
         second_BT = jnp.where(same_BT, second_BT, -1)
-    batch = Batch(*(stripe(config, x) for x in batch))
-    next_BT = stripe(config, next_BT)
-    second_BT = stripe(config, second_BT)
+    layout = config.row_layout(batch.tokens.shape[1])
+    batch = model.on_devices(batch)
+    next_BT = layout.reorder(next_BT)
+    second_BT = layout.reorder(second_BT)
     tables = model.tables()
     x_BTD, metrics = model.run_batch(tables, batch)
     x_BTD = model.final_norm(x_BTD)
     total, count = cross_entropy(x_BTD, tables[-1], batch.targets, config)
 
     def run_head(head, x_BTD, next_BTD):
-        head = layer_in_use(head, model.axes.in_use, config)  # inside remat, which gathers again
-        positions = make_positions(config, batch.tokens, batch.segment_ids, second_BT)
+        head = config.use_layer(head, model.axes)  # inside remat, which gathers again
+        inputs = model.inputs_of(batch._replace(targets=second_BT))
         kind = config.kinds[-1]  # of a period, whose last layer attends
-        return head(x_BTD, next_BTD, positions, kind)
+        return head(x_BTD, next_BTD, inputs, kind)
 
-    run_head = jax.checkpoint(run_head, policy=config.REMAT[config.remat])
+    run_head = jax.checkpoint(run_head, policy=config.remat_policy)
     x_BTD, head_metrics = run_head(model.mtp, x_BTD, look_up(tables[0], next_BT))
     x_BTD = model.mtp.final_norm(x_BTD)  # outside of remat, which would repeat the layer for it
     mtp_total, mtp_count = cross_entropy(x_BTD, tables[-1], second_BT, config)

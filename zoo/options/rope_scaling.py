@@ -1,16 +1,16 @@
 """Rotary scalings of other models than Llama 3, and how saved configs state them.
 
-config.py uses this file for a rotary scaling in a saved config, so a model can be copied without it.
-
 Shapes: H head dim.
 """
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..core.attention import RowLayout
 from ..core.layers import Llama3, RopeScaling
 from ..core.sharding import auto, constrain
 
@@ -123,6 +123,19 @@ def from_tuple(stored) -> RopeScaling:
         case factor, low, high, original if not isinstance(factor, str):
             return Llama3(factor, low, high, original)
     raise ValueError(f"rope_scaling={stored!r} is not a Linear, Llama3, Yarn, Dynamic or LongRope")
+
+
+def places_of_rows(
+    positions_BT, segment_ids_BT, lengths_B1, layout: RowLayout
+) -> tuple[jax.Array, Any]:
+    """Config.rope_places where attention depends on the length of a row or on places in it."""
+    if lengths_B1 is not None:
+        return positions_BT, constrain(lengths_B1, "batch", None)[..., None]
+    if segment_ids_BT is None:
+        return positions_BT, positions_BT.shape[1]
+    ids_BT = layout.reorder(segment_ids_BT, back=True)
+    positions_BT, length_BT = (layout.reorder(x_BT) for x_BT in places_in_documents(ids_BT))
+    return positions_BT, length_BT[..., None]
 
 
 def places_in_documents(segment_ids_BT) -> tuple[jax.Array, jax.Array]:

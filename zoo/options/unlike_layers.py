@@ -1,42 +1,47 @@
 """Layers of unequal shapes: a stack for each of their kinds, in the order of config.period.
 
-decoder.py uses this file if a Config has a `period`, so other models can be copied without it.
+A model that has them takes `make_layers` and `run_layers` as methods. Its Config has a `period`, names
+of stacks such as ("delta", "attention"), and its Layer is built from (config, name, *, rngs). Layers
+of other stacks than `attention` keep a state in place of keys and values, and get the one in a cache
+as `cache_index`.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.stack import numbers, stack
+from ..core.stack import stack
+from .cache import CachedInputs
+from .periods import scan_periods
 
-ATTENTION = "attention"  # the stack whose layers have keys and values
 
-
-def make_stacks(layer, config, rngs: nnx.Rngs) -> dict:
-    """A stack for each name in config.period, of the layers (config, name, *, rngs)."""
+def make_layers(model, layer, rngs: nnx.Rngs) -> None:
+    """`Decoder.make_layers`: `layers` is a dict of stacks."""
+    config = model.config
     period = config.period
     names = [period[l % len(period)] for l in range(config.num_layers)]
-    return {
-        name: stack(functools.partial(layer, config, name), names.count(name), rngs)
-        for name in dict.fromkeys(names)
+    model.layers = nnx.Dict(
+        {
+            name: stack(functools.partial(layer, config, name), names.count(name), rngs)
+            for name in dict.fromkeys(names)
+        }
+    )
+
+
+def run_layers(model, x_BTD, inputs):
+    """`Decoder.run_layers`; a cache keeps a dict, stack → what its layers keep."""
+    config = model.config
+    is_cached = isinstance(inputs, CachedInputs)
+    stacks = {
+        name: (layers, inputs.of_stack(name, layers) if is_cached else None)
+        for name, layers in model.layers.items()
     }
-
-
-def run_unlike(model, x_BTD, positions) -> tuple[jax.Array, dict, Any]:
-    """`Decoder.run_layers` of such layers."""
-    pasts = dict.fromkeys(model.layers)
-    if positions.cache is not None:
-        pasts = {ATTENTION: numbers(model.layers[ATTENTION])} | positions.cache.states
-    layers = {name: (model.layers[name], pasts[name]) for name in model.layers}
-    x_BTD, outputs = model.scan(layers, x_BTD, positions, model.config.kinds)
+    run_layer = functools.partial(model.run_layer, inputs)
+    x_BTD, outputs = scan_periods(
+        run_layer, x_BTD, stacks, config.kinds, config.remat_policy, config.period
+    )
     metrics = [metrics for _, metrics in outputs.values()]
     metrics = jax.tree.map(lambda *x: jnp.concatenate(x), *metrics)
     return x_BTD, {name: kept for name, (kept, _) in outputs.items()}, metrics
-
-
-def keys_and_states(kept: dict) -> tuple[Any, dict]:
-    """What layers keep in generation: (keys and values, the states of those that have others)."""
-    return kept[ATTENTION], {name: kept[name] for name in kept if name != ATTENTION}

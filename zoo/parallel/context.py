@@ -1,7 +1,4 @@
-"""Context parallelism: how positions attend to those on other devices.
-
-attention.py uses this file if the rules split the positions of a row (`seq`), so a model can be copied
-without it.
+"""Context parallelism: how positions attend to those on other devices, where rules split `seq`.
 
 Shapes: B batch, T positions on a device, N heads, K kv heads, H head dim.
 """
@@ -13,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ..kernels.choice import NOT_SEEN, Settings
-from ..core.sharding import constrain, mesh_axes, reshape, shards
+from ..core.attention import RowLayout
+from ..core.sharding import Axis, constrain, mesh_axes, reshape, shards
 
 
 def choose_exchange(context: str, num_heads: int) -> str | None:
@@ -32,51 +30,71 @@ def choose_exchange(context: str, num_heads: int) -> str | None:
     return ("all-to-all" if enough else "ring") if context == "auto" else context
 
 
-def around_devices(settings: Settings, striped: bool) -> Settings:
-    """The settings of a kernel on each device of a ring, from those of the full rows."""
-    return dataclasses.replace(
-        settings,
-        positions=settings.positions // shards("seq"),
-        ring=mesh_axes("seq"),
-        devices=shards("seq"),
-        striped=striped,
-    )
+def row_layout(config, seq_len: int) -> RowLayout:
+    """The layout of rows of T positions that several devices share out."""
+    exchange = choose_exchange(config.context, config.num_heads)
+    if exchange == "all-to-all":
+        return AllToAll()
+    return Ring(striped=has_stripes(config, seq_len))
 
 
-# ---- stripes -------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class AllToAll(RowLayout):
+    """While positions attend, devices split heads instead of T (Ulysses, Jacobs et al. 2023)."""
+
+    exchange: str | None = "all-to-all"
+    heads: Axis = ("heads", "seq")
+    kv_heads: Axis = ("kv_heads", "seq")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(RowLayout):
+    """Keys and values visit one device after another (Liu et al. 2023).
+
+    `striped`: device d of n has the positions d, d + n, d + 2n, …, so that all devices see equally
+    many keys (Brandon et al. 2023); else each device has consecutive positions.
+    """
+
+    exchange: str | None = "ring"
+    seq: str | None = "seq"
+    striped: bool = False
+
+    def positions(self, seq_len: int) -> jax.Array:
+        position_T = jnp.arange(seq_len)
+        if not self.striped:
+            return position_T
+        n = shards("seq")
+        length = seq_len // n
+        return position_T % length * n + position_T // length
+
+    def reorder(self, x_BT, *axes: str, back: bool = False):
+        if x_BT is None or not self.striped:
+            return x_BT
+        B, T, *rest = x_BT.shape
+        n = shards("seq")
+        parts = (n, n, T // n**2) if back else (n, T // n**2, n)
+        split = ("batch", "seq", None, None)
+        x = reshape(x_BT, (B, *parts, *rest), *split, *axes)
+        x = constrain(jnp.moveaxis(x, 1, 3) if back else jnp.moveaxis(x, 3, 1), *split, *axes)
+        return reshape(x, x_BT.shape, "batch", "seq", *axes)
+
+    def on_device(self, settings: Settings) -> Settings:
+        return dataclasses.replace(
+            settings,
+            positions=settings.positions // shards("seq"),
+            ring=mesh_axes("seq"),
+            devices=shards("seq"),
+            striped=self.striped,
+            around=around_ring,
+        )
 
 
 def has_stripes(config, seq_len: int) -> bool:
-    """Whether device d of n on a ring has the positions d, d + n, d + 2n, …, so that all devices see
-    equally many keys (Brandon et al. 2023). With windows, or layers that carry a state along T, each
-    device has consecutive positions.
+    """Whether a ring's positions are in stripes: not with windows, nor with layers that carry a state
+    along T, which need consecutive positions on each device.
     """
-    on_ring = choose_exchange(config.context, config.num_heads) == "ring"
-    consecutive = config.period or any(kind.window for kind in config.kinds)
-    return on_ring and not consecutive and seq_len % shards("seq") ** 2 == 0
-
-
-def positions_in_order(config, seq_len: int) -> jax.Array:
-    """The positions 0 to T - 1 in the order that they have on the devices."""
-    position_T = jnp.arange(seq_len)
-    if not has_stripes(config, seq_len):
-        return position_T
-    n = shards("seq")
-    length = seq_len // n
-    return position_T % length * n + position_T // length
-
-
-def reorder(config, x_BT, *axes: str, back: bool = False) -> jax.Array:
-    """Brings [B, T, ...] into stripes, or `back`, if the model `has_stripes`; else returns it."""
-    if not has_stripes(config, x_BT.shape[1]):
-        return x_BT
-    B, T, *rest = x_BT.shape
-    n = shards("seq")
-    parts = (n, n, T // n**2) if back else (n, T // n**2, n)
-    split = ("batch", "seq", None, None)
-    x = reshape(x_BT, (B, *parts, *rest), *split, *axes)
-    x = constrain(jnp.moveaxis(x, 1, 3) if back else jnp.moveaxis(x, 3, 1), *split, *axes)
-    return reshape(x, x_BT.shape, "batch", "seq", *axes)
+    consecutive = config.carries_state or any(kind.window for kind in config.kinds)
+    return not consecutive and seq_len % shards("seq") ** 2 == 0
 
 
 # ---- a ring: keys and values visit one device after another --------------------------------------

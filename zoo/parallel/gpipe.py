@@ -1,8 +1,7 @@
 """Layers in stages as a function of their input, which JAX differentiates (GPipe, Huang et al. 2019).
 
 pipeline.py's forward pass also computes the gradients, of a sum over targets. Logits, and losses that
-first compare answers, need the layers alone. decoder.py uses this file for them if the rules split
-the layers, so a model can be copied without it.
+first compare answers, need the layers alone.
 
 Shapes: B batch, T positions, D embed, S stages, M microbatches.
 """
@@ -47,7 +46,7 @@ def run_in_stages(model, x_BTD, batch: Batch):
             used = {i: weight.astype(leaves[i].dtype) for i, weight in stacked.items()}
             model = jax.tree.unflatten(tree, [used.get(i) for i in range(len(axes))])
             x = jnp.where(valid & (index > 0), x, first)
-            x, _, metrics = model.run_layers(x, model.positions_of(part))
+            x, _, metrics = model.run_layers(x, model.inputs_of(part))
             metrics = jax.tree.map(lambda metric: jnp.where(valid, metric, 0), metrics)
             return jax.lax.ppermute(x, pipe, hops), (x, metrics)
 

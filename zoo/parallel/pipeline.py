@@ -1,6 +1,4 @@
-"""Pipelines: a model's layers in stages, on the devices along a mesh axis.
-
-decoder.py uses this file if the rules split the layers, so a model can be copied without it.
+"""Pipelines: a model's layers in stages, on the devices along a mesh axis, where rules split `layers`.
 
 Shapes: B batch, T positions, D embed, L layers, S stages, M microbatches, v rounds.
 """
@@ -70,13 +68,8 @@ def routes(stages: int, rounds: int) -> list[list[tuple[int, int, int, int]]]:
 
 
 def objective_in_stages(model, batch: Batch) -> Objective:
-    """`Decoder.objective` in stages; its forward pass also computes the gradients.
-
-    Raises ValueError if the model has a head for the second-next token.
-    """
+    """`Decoder.objective` in stages; its forward pass also computes the gradients."""
     weights, tree = jax.tree.flatten(model, is_leaf=has_slot)
-    if model.mtp is not None:
-        raise ValueError("a pipeline has no stage for the layer of mtp_depth=1; use mtp_depth=0")
 
     @jax.custom_vjp
     def objective(weights, batch):
@@ -331,7 +324,7 @@ class Stage:
         """The first stage's input."""
         model = self.model_with(shared)
         batch = self.rows(m)
-        return model.begin(model.tables(), batch.tokens, model.positions_of(batch))[0]
+        return model.begin(model.tables(), batch.tokens, model.inputs_of(batch))[0]
 
     def chunk(self, leaves: dict, r):
         """A round's layers."""
@@ -340,7 +333,7 @@ class Stage:
     def layers(self, own, x, m, r):
         """Runs the stage's own layers of round r: (x, metrics)."""
         model = self.model_with(self.chunk(self.stacked, r) | own)
-        x, _, metrics = model.run_layers(x, model.positions_of(self.rows(m)))
+        x, _, metrics = model.run_layers(x, model.inputs_of(self.rows(m)))
         return x, metrics
 
     def loss(self, shared, x, m):

@@ -9,12 +9,11 @@ from flax import nnx
 
 from ..core.layers import dot
 from ..core.sharding import AxisNames, constrain, explicit
-from ..core.stack import weights_in_use
 
 
 def dense(x_BD, weight: nnx.Param, bias: nnx.Param, axes: AxisNames, config) -> jax.Array:
     """X · weight + bias, [B, E], float32. Each device has whole rows."""
-    used_DE = weights_in_use(weight, axes.in_use, config)[...].astype(config.dtype)
+    used_DE = config.use_weights(weight, axes)[...].astype(config.dtype)
     y_BE = dot("BD,DE->BE", x_BD.astype(config.dtype), used_DE, explicit("batch", None))
     return constrain(y_BE + constrain(bias[...], None)[None], "batch", None)
 

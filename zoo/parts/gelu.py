@@ -8,7 +8,7 @@ import functools
 import jax
 from flax import nnx
 
-from ..core.layers import adapters, add_bias, gather, project
+from ..core.layers import add_bias, multiply, sublayer_input
 from ..core.sharding import param
 
 
@@ -39,11 +39,12 @@ class GeluMLP(nnx.Module):
         self.up_bias = param(rngs, (F,), ("mlp",), 0.0)
         self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
         self.down_bias = param(rngs, (D,), ("norm",), 0.0)
-        self.lora = adapters(self, config, rngs, up=1, down=1)
+        config.add_weights(self, rngs, up=1, down=1)
 
     def __call__(self, x_BTD):
-        hidden_BTF = add_bias(project(self, "up", gather(x_BTD, self.up)), self.up_bias)
-        out_BTD = project(self, "down", self.activation(hidden_BTF), seq="residual_seq")
+        x_BTD = sublayer_input(x_BTD, self.up)
+        hidden_BTF = add_bias(multiply(x_BTD, self.up), self.up_bias)
+        out_BTD = multiply(self.activation(hidden_BTF), self.down, seq="residual_seq")
         return add_bias(out_BTD, self.down_bias)
 
 

@@ -12,8 +12,7 @@ from flax import nnx
 
 from .gelu import GeluMLP, layer_norm
 from ..core.layers import add_bias, dot, multiply
-from ..core.sharding import constrain, explicit, param, reshape, shards, zeros
-from ..core.stack import weights_in_use
+from ..core.sharding import AxisNames, constrain, explicit, param, reshape, shards, zeros
 from ..core.strategies import DECODER
 
 
@@ -21,20 +20,20 @@ def embed_patches(
     image_BWWC: jax.Array,
     patch: nnx.Param,
     bias: nnx.Param | None,
-    names: dict[str, str],
+    axes: AxisNames,
     config,
 ) -> jax.Array:
     """Cuts images into patches and multiplies each by `patch` [P, P, C, D]: [B, T, D], row by row.
 
     Args:
-      names: see sharding.in_use.
+      axes: the model's.
     """
     (B, W, _, C), P = image_BWWC.shape, patch.shape[0]
     G = W // P
     image = constrain(image_BWWC.astype(config.dtype), "batch", None, None, None)
     rows = reshape(image, (B, G, P, G, P, C), "batch", *[None] * 5)
     patches = reshape(rows.swapaxes(2, 3), (B, G * G, P, P, C), "batch", *[None] * 4)
-    x_BTD = multiply(patches, weights_in_use(patch, names, config), contract=3)
+    x_BTD = multiply(patches, config.use_weights(patch, axes), contract=3)
     return constrain(add_bias(x_BTD, bias), "batch", None, "act_embed")
 
 
@@ -69,7 +68,7 @@ class Pooling(nnx.Module):
         self.mlp = GeluMLP(config, activation=config.activation, rngs=rngs)
 
     def __call__(self, x_BTD):
-        used = weights_in_use(self, DECODER.in_use, self.config)
+        used = self.config.use_weights(self, DECODER)
         probe_D = constrain(used.probe[...], None)
         where = explicit("batch", None, "act_embed")
         # Where rules split positions, one for each part.

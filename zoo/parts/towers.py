@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.attention import Attention, make_positions
-from ..core.config import Compute
+from ..core.attention import make_inputs
+from ..options.compute_options import ComputeOptions
 from .gelu import GeluMLP, layer_norm
-from ..core.layers import Kind, add_output
+from .general_attention import GeneralAttention
+from ..core.layers import AttentionType, add_output
 from ..core.sharding import constrain
-from ..core.stack import layer_in_use, scan_layers, stack
+from ..core.stack import stack
+from ..options.periods import scan_by_kind
 from ..core.strategies import DECODER
 
 
 @dataclasses.dataclass(frozen=True)
-class TowerConfig(Compute):
+class TowerConfig(ComputeOptions):
     """The architecture of one tower. transformer.Config explains the fields without a comment."""
 
     embed: int
@@ -30,7 +32,7 @@ class TowerConfig(Compute):
     norm_eps: float
     activation: str  # a key of gelu.GELU
     causal: bool
-    layer_kinds: tuple[Kind, ...] = (Kind(window=None, rope_theta=None),)
+    layer_kinds: tuple[AttentionType, ...] = (AttentionType(window=None, rope_theta=None),)
 
     def __post_init__(self):
         if self.embed % self.num_heads:
@@ -52,7 +54,7 @@ def image_and_text(config) -> tuple[TowerConfig, TowerConfig]:
     text = config.text_tower or own
     if len(text) != len(own):
         raise ValueError(f"text_tower={text} has {len(text)} numbers instead of {len(own)}")
-    compute = {field.name: vars(config)[field.name] for field in dataclasses.fields(Compute)}
+    compute = {field.name: vars(config)[field.name] for field in dataclasses.fields(ComputeOptions)}
     make = functools.partial(TowerConfig, norm_eps=config.norm_eps, activation=config.activation)
     return make(*own, causal=False, **compute), make(*text, causal=config.clip, **compute)
 
@@ -63,12 +65,12 @@ class Layer(nnx.Module):
     def __init__(self, config: TowerConfig, *, rngs: nnx.Rngs):
         norm = functools.partial(layer_norm, config.embed, config.norm_eps, config.dtype)
         self.attention_norm = norm()
-        self.attention = Attention(config, biases=("q", "k", "v", "o"), rngs=rngs)
+        self.attention = GeneralAttention(config, biases=("q", "k", "v", "o"), rngs=rngs)
         self.mlp_norm = norm()
         self.mlp = GeluMLP(config, config.activation, rngs=rngs)
 
-    def __call__(self, x_BTD, positions, kind):
-        out_BTD, _ = self.attention(self.attention_norm(x_BTD), positions, kind)
+    def __call__(self, x_BTD, inputs, kind):
+        out_BTD, _ = self.attention(self.attention_norm(x_BTD), inputs, kind)
         x_BTD = add_output(x_BTD, out_BTD)
         x_BTD = add_output(x_BTD, self.mlp(self.mlp_norm(x_BTD)))
         # Rules may split biases; the residual stream stays whole.
@@ -85,13 +87,13 @@ class Tower(nnx.Module):
 
     def __call__(self, x_BTD) -> jax.Array:
         config = self.config
-        positions = make_positions(config, jnp.zeros(x_BTD.shape[:2], jnp.int32))
+        inputs = make_inputs(config, jnp.zeros(x_BTD.shape[:2], jnp.int32))
 
         def run_layer(x_BTD, layer, kind):
-            layer = layer_in_use(layer, DECODER.in_use, config)  # inside remat: gathers again
-            return layer(x_BTD, positions, kind), None
+            layer = config.use_layer(layer, DECODER)  # inside remat: gathers again
+            return layer(x_BTD, inputs, kind), None
 
-        remat = config.REMAT[config.remat]
+        remat = config.remat_policy
         x_BTD = constrain(x_BTD, "batch", "residual_seq", "act_embed")
-        x_BTD, _ = scan_layers(run_layer, x_BTD, self.layers, config.kinds, remat, config.unroll)
+        x_BTD, _ = scan_by_kind(run_layer, x_BTD, self.layers, config.kinds, remat, config.unroll)
         return constrain(self.final_norm(x_BTD), "batch", None, "act_embed")

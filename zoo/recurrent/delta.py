@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .delta_rule import CHUNK, chunk, run
-from ..core.layers import RMSNorm, adapters, gather, multiply, project
+from ..core.layers import RMSNorm, multiply, sublayer_input
 from ..core.sharding import constrain, explicit, mesh_axes, param, per_device, shards, variable
 
 GROUP = 512  # positions computed at once: the backward pass keeps one group's intermediates
@@ -69,7 +69,7 @@ class GatedDelta(nnx.Module):
         self.decay_bias = variable(jnp.log(jnp.expm1(step_N)), ("heads",))
         self.norm = RMSNorm(V, config.norm_eps)
         self.o = param(rngs, (N, V, D), (*values, "embed"), (N * V * 2 * config.num_layers) ** -0.5)
-        self.lora = adapters(self, config, rngs, q=1, k=1, v=1, gate=1, o=2)
+        config.add_weights(self, rngs, q=1, k=1, v=1, gate=1, o=2)
 
     @property
     def recurrence(self) -> Recurrence:
@@ -91,15 +91,16 @@ class GatedDelta(nnx.Module):
             halo=(self.config.conv_width - 1) * channels,
         )
 
-    def __call__(self, x_BTD, positions, kind, past=None):
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
         """Returns (output to add to the residual, (state, last inputs of the convolution)).
 
         Args:
-          past: the layer's state [B, N, K, V] and inputs [B, W - 1, F] in the cache; None: none.
+          cache_index: the layer's state [B, N, K, V] and inputs [B, W - 1, F] of the convolution from
+            a cache; None: none.
         """
         dtype = x_BTD.dtype
-        x_BTD = gather(x_BTD, self.q)
-        q_BTGK, k_BTGK = (project(self, name, x_BTD) for name in ("q", "k"))
+        x_BTD = sublayer_input(x_BTD, self.q)
+        q_BTGK, k_BTGK = (multiply(x_BTD, weight) for weight in (self.q, self.k))
         kernels = self.q_kernel[...], self.k_kernel[...], self.v_kernel[...]
         key_heads = "key_heads"
         if mesh_axes("heads") != mesh_axes("key_heads"):
@@ -113,33 +114,34 @@ class GatedDelta(nnx.Module):
         a_BTN = multiply(x_BTD, self.decay).astype(jnp.float32) + self.decay_bias[...][None, None]
         log_decay_BTN = -jnp.exp(self.log_rate[...])[None, None] * jax.nn.softplus(a_BTN)
         write_BTN = jax.nn.sigmoid(multiply(x_BTD, self.write).astype(jnp.float32))
-        state, inputs = past or (None, None)
+        state, last_inputs = cache_index or (None, None)
         arrays = Arrays(
             q=q_BTGK,
             k=k_BTGK,
-            v=project(self, "v", x_BTD),
+            v=multiply(x_BTD, self.v),
             log_decay=log_decay_BTN,
             write=write_BTN,
             q_kernel=kernels[0],
             k_kernel=kernels[1],
             v_kernel=kernels[2],
-            ids=positions.segment_ids_BT,
+            ids=inputs.segment_ids_BT,
             state=state,
-            inputs=inputs,
+            inputs=last_inputs,
         )
         axes = axes_of_arrays(key_heads)
         seq = mesh_axes("seq", manual=True)
         results = per_device(
-            lambda *arrays: on_device(Arrays(*arrays), seq, positions.generates),
+            lambda *arrays: on_device(Arrays(*arrays), seq, inputs.generates),
             arrays,
             axes,
-            [axes.v, axes.state, axes.inputs] if positions.generates else [axes.v],
+            [axes.v, axes.state, axes.inputs] if inputs.generates else [axes.v],
             check_vma=False,
         )
         out_BTNV = self.norm(results[0].astype(dtype))
-        out_BTNV = out_BTNV * jax.nn.silu(project(self, "gate", x_BTD))
+        out_BTNV = out_BTNV * jax.nn.silu(multiply(x_BTD, self.gate))
         out_BTNV = constrain(out_BTNV, "batch", "seq", "heads", "head_dim")
-        return project(self, "o", out_BTNV, contract=2, seq="residual_seq"), tuple(results[1:])
+        out_BTD = multiply(out_BTNV, self.o, contract=2, seq="residual_seq")
+        return out_BTD, tuple(results[1:])
 
 
 def repeat_heads(x, *axes, times: int) -> jax.Array:

@@ -18,7 +18,7 @@ from recipes.common.config_flags import replace
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted
-from zoo.core.decoder import HEAD_PATH
+from zoo.options.mtp import HEAD_PATH
 
 
 def restore(

@@ -22,8 +22,8 @@ from recipes.common.hf.family import (
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.bert import Config
-from zoo.core.config import Compute
-from zoo.core.layers import Kind
+from zoo.core.layers import AttentionType
+from zoo.options.compute_options import ComputeOptions
 
 ENTRY = "bert"
 IN_FRONT = 2  # rows of RoBERTa's table of positions before the first position
@@ -143,7 +143,7 @@ def lost(config_from, config_json, config: Config) -> list[str]:
         read = config_from(config_json(config, 1), pathlib.Path("config.json"))
     except UserError:
         return ["its layers"]
-    names = config.__dataclass_fields__.keys() - Compute.__dataclass_fields__.keys()
+    names = config.__dataclass_fields__.keys() - ComputeOptions.__dataclass_fields__.keys()
     if config.task == "embed":
         names -= {"pooling", "normalize"}  # in other files
     return [
@@ -341,7 +341,9 @@ def modern_config_from(task: str, keys: dict[str, Any], path: pathlib.Path) -> C
         raise file.refused("layer_types", types)
     ropes = file.ropes(THETAS)
     window = file.number("local_attention", 128) // 2 + 1
-    kinds = tuple(Kind(window if name == LOCAL else None, *ropes[name]) for name in pattern)
+    kinds = tuple(
+        AttentionType(window if name == LOCAL else None, *ropes[name]) for name in pattern
+    )
     return Config(
         **fields,
         max_positions=0,

@@ -17,7 +17,7 @@ from recipes.common.hf.family import (
     scaling_json,
 )
 from recipes.common.runtime.errors import UserError
-from zoo.core.layers import Kind
+from zoo.core.layers import AttentionType
 from zoo.gemma3 import Config
 
 ENTRY = "gemma3"
@@ -96,7 +96,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
         theirs = theirs.with_keys(layer_types=types)
     ropes = theirs.ropes(THETAS) if gemma3 else dict.fromkeys((LOCAL, GLOBAL), theirs.rope())
     windows = theirs.windows(theirs.keys["sliding_window"], mixed=True)
-    every = [Kind(window, *ropes[LOCAL if window else GLOBAL]) for window in windows]
+    every = [AttentionType(window, *ropes[LOCAL if window else GLOBAL]) for window in windows]
     caps = {name: key for name, key in CAPS.items() if keys.get(key) is not None}
     return Config(
         **theirs.sizes(SIZES),

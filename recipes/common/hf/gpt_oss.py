@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes.common.hf import layer_kinds, relative
 from recipes.common.hf.family import GLOBAL, LOCAL, ORIGINAL, ConfigFile, Family
-from zoo.core.layers import Kind
+from zoo.core.layers import AttentionType
 from zoo.gpt_oss import Config
 
 ENTRY = "gpt_oss"
@@ -70,7 +70,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     if sizes["experts_per_token"] > sizes["num_experts"]:
         raise theirs.refused("num_experts_per_tok", sizes["experts_per_token"])
     rope = theirs.rope(150_000.0)
-    kinds = [Kind(window, *rope) for window in theirs.windows(128, mixed=True)]
+    kinds = [AttentionType(window, *rope) for window in theirs.windows(128, mixed=True)]
     return Config(
         **sizes,
         capacity=None,

@@ -5,25 +5,27 @@ from collections.abc import Callable
 from typing import Any
 
 from recipes.common.hf.family import GLOBAL, LOCAL, ConfigFile, scaling_json
-from zoo.core.layers import Kind
+from zoo.core.layers import AttentionType
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
     """How config.json says the kind of each layer."""
 
-    read: Callable[[ConfigFile, float, bool], list[Kind]]  # the theta of files without one; partial
-    write: Callable[[list[Kind]], dict[str, Any]] = lambda kinds: {}
+    read: Callable[
+        [ConfigFile, float, bool], list[AttentionType]
+    ]  # the theta of files without one; partial
+    write: Callable[[list[AttentionType]], dict[str, Any]] = lambda kinds: {}
 
 
 def windowed(default: int | None, mixed: bool = False, switched: bool = False) -> Layers:
     """Layers that share their rotary embeddings; for the arguments, see ConfigFile.windows."""
 
-    def read(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
+    def read(file: ConfigFile, theta: float, partial: bool) -> list[AttentionType]:
         rope = file.rope(theta, partial, by_length=True)
-        return [Kind(window, *rope) for window in file.windows(default, mixed, switched)]
+        return [AttentionType(window, *rope) for window in file.windows(default, mixed, switched)]
 
-    def write(kinds: list[Kind]) -> dict[str, Any]:
+    def write(kinds: list[AttentionType]) -> dict[str, Any]:
         windows = [kind.window for kind in kinds]
         window = next(filter(None, windows), None)
         written: dict[str, Any] = {"sliding_window": window}
@@ -37,14 +39,14 @@ def windowed(default: int | None, mixed: bool = False, switched: bool = False) -
     return Layers(read, write)
 
 
-def types_of(kinds: list[Kind]) -> list[str]:
+def types_of(kinds: list[AttentionType]) -> list[str]:
     return [LOCAL if kind.window else GLOBAL for kind in kinds]
 
 
 ALIKE = Layers(windowed(None).read)  # without windows
 
 
-def read_olmo3(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
+def read_olmo3(file: ConfigFile, theta: float, partial: bool) -> list[AttentionType]:
     count = file.number("num_hidden_layers")
     if file.keys.get("layer_types") is None:
         file = file.with_keys(layer_types=[LOCAL if (n + 1) % 4 else GLOBAL for n in range(count)])
@@ -56,10 +58,10 @@ def read_olmo3(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
     ):
         raise file.refused("rope_theta", file.keys["rope_theta"])
     ropes = file.ropes({LOCAL: ("rope_theta", theta), GLOBAL: ("rope_theta", theta)})
-    return [Kind(window, *ropes[LOCAL if window else GLOBAL]) for window in windows]
+    return [AttentionType(window, *ropes[LOCAL if window else GLOBAL]) for window in windows]
 
 
-def write_olmo3(kinds: list[Kind]) -> dict[str, Any]:
+def write_olmo3(kinds: list[AttentionType]) -> dict[str, Any]:
     windows = [kind.window for kind in kinds]
     written = {
         "sliding_window": next(filter(None, windows), None),
@@ -74,7 +76,7 @@ def write_olmo3(kinds: list[Kind]) -> dict[str, Any]:
     return written | {"rope_parameters": ropes}
 
 
-def read_smollm3(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
+def read_smollm3(file: ConfigFile, theta: float, partial: bool) -> list[AttentionType]:
     count = file.number("num_hidden_layers")
     interval = file.number("no_rope_layer_interval", 4)
     rotated = file.keys.get("no_rope_layers")
@@ -88,12 +90,12 @@ def read_smollm3(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
         file = file.with_keys(layer_types=types)
     rope = file.rope(theta, partial, by_length=True)
     return [
-        Kind(window, *rope) if rotates else Kind(window, None)
+        AttentionType(window, *rope) if rotates else AttentionType(window, None)
         for window, rotates in zip(file.windows(window, mixed=True), rotated, strict=False)
     ]
 
 
-def write_smollm3(kinds: list[Kind]) -> dict[str, Any]:
+def write_smollm3(kinds: list[AttentionType]) -> dict[str, Any]:
     window = next(filter(None, (kind.window for kind in kinds)), None)
     return {
         "no_rope_layers": [int(kind.rope_theta is not None) for kind in kinds],
@@ -103,19 +105,19 @@ def write_smollm3(kinds: list[Kind]) -> dict[str, Any]:
     }
 
 
-def period_of(kinds: list[Kind]) -> tuple[Kind, ...]:
+def period_of(kinds: list[AttentionType]) -> tuple[AttentionType, ...]:
     """The shortest period of the layers' kinds."""
     sizes = range(1, len(kinds) + 1)
     return (*next(kinds[:size] for size in sizes if kinds[size:] == kinds[:-size]),)
 
 
-def layer_fields(kinds: list[Kind]) -> dict[str, Any]:
+def layer_fields(kinds: list[AttentionType]) -> dict[str, Any]:
     """Fields of Config: one kind for all layers, or the shortest period of kinds."""
     if len({*kinds}) > 1 or kinds[0].rope_theta is None:
         return {"layer_kinds": period_of(kinds)}
     return dict(zip(("sliding_window", "rope_theta", "rope_scaling"), kinds[0], strict=True))
 
 
-def kinds_of(config: Any) -> list[Kind]:
+def kinds_of(config: Any) -> list[AttentionType]:
     """The kind of each layer."""
     return [config.kinds[layer % len(config.kinds)] for layer in range(config.num_layers)]

@@ -19,7 +19,7 @@ from recipes.common.hf.layer_kinds import (
 )
 from recipes.common.hf.relative import ATTENTION, TENSORS, Relative
 from recipes.common.hf.tensors import Stored
-from zoo.transformer import Config
+from zoo.llama_relatives import Config
 
 JOINT_NORMS = {  # of all heads
     "layers/attention/q_norm/scale": (f"{ATTENTION}.q_norm.weight", "NH", "NH"),

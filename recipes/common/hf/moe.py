@@ -21,7 +21,7 @@ from recipes.common.hf.layer_kinds import Layers, types_of, windowed
 from recipes.common.hf.llama import ATTENTION_BIAS, JOINT_NORMS, MULTIPLIERS
 from recipes.common.hf.relative import SIZES, TENSORS, Relative
 from recipes.common.hf.tensors import Stored
-from zoo.core.layers import Kind
+from zoo.core.layers import AttentionType
 from zoo.moe import Config
 
 OTHERS = {path: row for path, row in TENSORS.items() if not path.startswith("layers/mlp/")}
@@ -142,18 +142,18 @@ def without_further_layers(stored: dict[str, Stored], config: Config) -> Selecti
     return leave_out_layers(stored, config, config.num_layers)
 
 
-def read_switched(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
+def read_switched(file: ConfigFile, theta: float, partial: bool) -> list[AttentionType]:
     """Reads layers with a window if use_sliding_window is set."""
     if not file.keys.get("use_sliding_window"):
         file = file.with_keys(sliding_window=None)
     return windowed(4_096).read(file, theta, partial)
 
 
-def write_switched(kinds: list[Kind]) -> dict[str, Any]:
+def write_switched(kinds: list[AttentionType]) -> dict[str, Any]:
     return {"use_sliding_window": kinds[0].window is not None, "sliding_window": kinds[0].window}
 
 
-def read_qwen2(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
+def read_qwen2(file: ConfigFile, theta: float, partial: bool) -> list[AttentionType]:
     """Reads layers of which every other one up to max_window_layers has a window."""
     if not file.keys.get("use_sliding_window"):
         return read_switched(file, theta, partial)
@@ -167,7 +167,7 @@ def read_qwen2(file: ConfigFile, theta: float, partial: bool) -> list[Kind]:
     return windowed(4_096, mixed=True).read(file, theta, partial)
 
 
-def write_mixed(kinds: list[Kind]) -> dict[str, Any]:
+def write_mixed(kinds: list[AttentionType]) -> dict[str, Any]:
     window = next((kind.window for kind in kinds if kind.window), None)
     switch = {"use_sliding_window": window is not None, "sliding_window": window}
     return switch | {"layer_types": types_of(kinds)}

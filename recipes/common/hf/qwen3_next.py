@@ -23,7 +23,7 @@ from recipes.common.hf.family import (
 from recipes.common.hf.moe import QWEN2, QWEN_EXPERTS, SHARED
 from recipes.common.hf.relative import SIZES, TENSORS, Relative
 from recipes.common.hf.tensors import Part, Stored
-from zoo.options.unlike_layers import ATTENTION
+from zoo.options.cache import ATTENTION
 from zoo.qwen3_next import DELTA, Config
 
 ENTRY = "qwen3_next"

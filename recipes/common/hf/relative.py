@@ -9,9 +9,9 @@ from recipes.common.hf.family import ORIGINAL, ConfigFile, Family, Selection, Ta
 from recipes.common.hf.layer_kinds import ALIKE, Layers, kinds_of, layer_fields, period_of
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
-from zoo.core.config import Compute
+from zoo.llama_relatives import Config
+from zoo.options.compute_options import ComputeOptions
 from zoo.options.rope_scaling import Dynamic, LongRope
-from zoo.transformer import Config
 
 # The format is explained in tensors.py, the letters in zoo/transformer.py. Their weights are [out,
 # in] and merge several of our dims: our q is [D, N, H], their q_proj [N·H, D].
@@ -166,7 +166,7 @@ class Relative:
     def _computed(self, config: Any) -> dict[str, Any]:
         """What a Config computes, by field."""
         kinds = {"layer_kinds", "sliding_window", "rope_theta", "rope_scaling"}
-        skipped = {*Compute.__dataclass_fields__, *self.training} | kinds
+        skipped = {*ComputeOptions.__dataclass_fields__, *self.training} | kinds
         names = config.__dataclass_fields__.keys() - skipped
         return {name: getattr(config, name) for name in sorted(names)} | {
             "layer_kinds": period_of(kinds_of(config))

@@ -19,7 +19,7 @@ from recipes.common.sharding.abstract import unadapted, variables_of
 from recipes.common.train.offload import to_device
 from zoo.core.sharding import constrain, reshape
 from zoo.core.vocabulary import Objective as DecoderObjective
-from zoo.options.log_probs import of_targets
+from zoo.options.log_probs import log_probs_and_metrics
 
 
 class Answers(NamedTuple):
@@ -114,7 +114,7 @@ class Objective:
 
     def answers(self, model: Any, tokens_RT: jax.Array, targets_RT: jax.Array) -> Answers:
         """A model's log-probabilities of the answers."""
-        each_RT, metrics = of_targets(model, tokens_RT, targets_RT)
+        each_RT, metrics = log_probs_and_metrics(model, tokens_RT, targets_RT)
         answer_R = each_RT.sum(axis=1)
         if self.loss.averages:
             answer_R = answer_R / jnp.maximum((targets_RT >= 0).sum(axis=1), 1)

@@ -13,10 +13,8 @@ from flax import nnx
 
 from recipes.common.runtime import UserError
 from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
-from zoo.core.decoder import HEAD_PATH
 from zoo.core.sharding import AxisNames
 from zoo.core.strategies import (
-    DENSE_STACK,
     EXPERT,
     HEADS,
     KV_HEADS,
@@ -24,6 +22,8 @@ from zoo.core.strategies import (
     POSITIONS,
     VOCAB,
 )
+from zoo.options.dense_first import DENSE_STACK
+from zoo.options.mtp import HEAD_PATH
 
 # Of two towers: the stack of the layers of texts, with which paths of its other weights begin, and the
 # logical axis of its learned positions; and weights that are multiplied with one position.

@@ -25,7 +25,7 @@ from recipes.common.train.offload import check_remat
 from recipes.common.train.optimizer import LearningRate, hidden_matrices, make_optimizer
 from recipes.common.train.state import initialize
 from recipes.common.train.step import TrainStep
-from zoo.transformer import Transformer
+from zoo.llama_relatives import Transformer
 
 ONE_DEVICE: Rules = {}  # sharding rules for one device: nothing is split
 CPU_INFO = pathlib.Path("/proc/cpuinfo")  # on Linux

@@ -28,7 +28,7 @@ from recipes.instruments.bench.targets import (
 )
 from recipes.instruments.plan.targets import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import textbook
-from zoo.core.config import Compute
+from zoo.options.compute_options import ComputeOptions
 from zoo.sizes import TRANSFORMER as SIZES
 
 ATTENTIVE = [
@@ -45,7 +45,7 @@ class CollectivesFlags(MeshFlags, Offload):
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kind: str = flag("v5e", f"Kind of chip: {KINDS_HELP}.", choices=KINDS)
     rules: str = flag("", "Strategies, comma-separated; empty: all.")
-    matmul: str = field_flag(Compute, "matmul")
+    matmul: str = field_flag(ComputeOptions, "matmul")
     optimizer: str = flag("adamw", "Optimizer.", choices=OPTIMIZERS)
 
 

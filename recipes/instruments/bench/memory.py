@@ -29,10 +29,10 @@ from recipes.instruments.bench.targets import (
 from recipes.instruments.plan.hardware import HARDWARE
 from recipes.instruments.plan.memory import kernel, memory_parts, on_host
 from recipes.instruments.plan.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
-from zoo.core.config import Compute
 from zoo.core.stack import REMAT_POLICIES
+from zoo.llama_relatives import RULES
+from zoo.options.compute_options import ComputeOptions
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.transformer import RULES
 
 Case = tuple[str, str, int]  # size, kind of chip, number of chips
 # Only sequence parallelism gathers activations: elsewhere, "gathered" is "full".
@@ -53,7 +53,7 @@ class MemoryFlags(MeshFlags, Offload):
     chips: str = flag("16,256", "Numbers of chips, comma-separated.")
     kinds: str = flag(",".join(TPUS), f"Kinds of chips, comma-separated: {KINDS_HELP}.")
     rules: str = flag("fsdp", "Strategy.", choices=RULES)
-    matmul: str = field_flag(Compute, "matmul")
+    matmul: str = field_flag(ComputeOptions, "matmul")
     optimizer: str = flag("adamw", "Optimizer.", choices=OPTIMIZERS)
     which: bool = flag(False, "Print only the remat policy that recomputes least and still fits.")
 

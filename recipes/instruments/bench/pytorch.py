@@ -15,7 +15,7 @@ import numpy as np
 
 from recipes.instruments.bench.common import random_rows, version
 from zoo.core.layers import rope_angles
-from zoo.transformer import Config
+from zoo.llama_relatives import Config
 
 ATTENTION = ("flash", "cudnn")  # kernels of scaled_dot_product_attention
 # Most layers in one program of torch.compile: those of 124m took 46 s, those of 1b over 78. More are

@@ -32,8 +32,8 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench import gpu_trace, kernels, pytorch
 from recipes.instruments.bench.common import ONE_DEVICE, Training, make_step, random_rows
+from zoo.llama_relatives import Transformer
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.transformer import Transformer
 
 XLA_FLAGS = {
     "default": "",

@@ -43,8 +43,8 @@ from recipes.instruments.bench.common import (
     make_step,
     one_of,
 )  # fmt: skip
+from zoo.llama_relatives import Config
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.transformer import Config
 
 # ---- the loop ------------------------------------------------------------------------------------
 

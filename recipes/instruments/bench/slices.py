@@ -16,8 +16,8 @@ from recipes.instruments.bench.common import Step, Table, machine, make_step, nu
 from recipes.instruments.bench.targets import TPUS, MeshFlags, check_targets, mesh_name
 from recipes.instruments.plan.targets import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import of_stages
+from zoo.llama_relatives import RULES
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.transformer import RULES
 
 
 @dataclasses.dataclass(frozen=True)

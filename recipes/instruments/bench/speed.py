@@ -27,10 +27,10 @@ from recipes.instruments.bench.common import (
     numbers,
     one_of,
 )  # fmt: skip
-from zoo.core.attention import attend, make_positions
+from zoo.core.attention import attend, make_inputs
 from zoo.core.stack import REMAT_POLICIES
+from zoo.llama_relatives import RULES, Config, Layer, Transformer
 from zoo.sizes import TRANSFORMER as SIZES
-from zoo.transformer import RULES, Config, Layer, Transformer
 
 
 def gpt2_10m() -> Config:
@@ -103,7 +103,7 @@ def cpu(flags: CpuFlags) -> None:
 def _parts(config: Config, batch_size: int, seq_len: int) -> dict[str, tuple[Callable, float]]:
     """A layer and its parts, run alone: name → (forward and backward pass, causal FLOPs)."""
     layer = Layer(config, rngs=nnx.Rngs(0))
-    positions = make_positions(config, jnp.zeros((1, seq_len), jnp.int32))
+    positions = make_inputs(config, jnp.zeros((1, seq_len), jnp.int32))
     (kind,) = config.kinds
     key, tokens = jax.random.key(0), batch_size * seq_len
     x_BTD = jax.random.normal(key, (batch_size, seq_len, config.embed))

@@ -14,6 +14,7 @@ from recipes.common.sharding.abstract import AbstractModel
 from recipes.common.sharding.shape import Shape
 from recipes.instruments.plan import memory, textbook
 from zoo.core.sharding import AxisNames
+from zoo.options import cache as zoo_cache
 
 ROWS, LENGTH = 3, 16  # of the batch that `activations` traces
 Array = tuple[tuple[str | None, ...], tuple[int, ...]]  # (logical axes, shape)
@@ -53,7 +54,7 @@ def cache(abstract: AbstractModel) -> list[Array]:
     rules |= dict.fromkeys(positions) | {textbook.HEADS: memory.KV_HEADS}
 
     def prefill(variables, tokens, lengths):
-        return abstract.merge(variables).prefill(tokens, lengths, LENGTH)[1]
+        return zoo_cache.prefill(abstract.merge(variables), tokens, lengths, LENGTH)[1]
 
     tokens, lengths = (jax.ShapeDtypeStruct(dims, np.int32) for dims in ((ROWS, LENGTH), (ROWS,)))
     with _axes_as_mesh(names, AxisType.Explicit, {slots: 2}, rules):

@@ -49,7 +49,7 @@ from recipes.instruments.plan.own_model import own_model
 from recipes.instruments.plan.search import Change, Job, Plan, cheapest_change, search
 from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
 from recipes.instruments.user_model import ModelFlags
-from zoo.core.config import Compute
+from zoo.options.compute_options import ComputeOptions
 
 SAY_SECONDS = 30  # between lines while the compiler works
 
@@ -69,7 +69,7 @@ class Flags(ModelFlags, Offload):
         "2^20. Empty: 16 rows for each device.", group="data",
     )  # fmt: skip
     seq_len: int = flag(128, "Tokens of context, for text.", group="data", at_least=1)
-    matmul: str = field_flag(Compute, "matmul")
+    matmul: str = field_flag(ComputeOptions, "matmul")
     optimizer: str = flag("adamw", "Optimizer.", "optimizer", choices=OPTIMIZERS)
     top: int = flag(8, "Rows of the table.", at_least=1)
     confirm: int = flag(0, "Candidates to compile with the real compiler.", at_least=0)

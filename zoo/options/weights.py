@@ -1,0 +1,74 @@
+"""Weights in use that are rounded, summed in float32 or have adapters: methods of a Config.
+
+compute_options.py has them for decoders, and a Config of another model may take them likewise.
+"""
+
+import jax
+from flax import nnx
+
+from ..core.sharding import AxisNames, in_use
+from ..core.vocabulary import table_copies
+
+MATMULS = ("", "int8", "fp8", "int8_weights")  # valid values of Config.matmul
+MATMUL_GRADIENTS = ("", "bfloat16")  # of Config.matmul_backward
+REDUCE_DTYPES = ("", "float32")  # of Config.reduce_dtype
+
+
+def check(config) -> None:
+    """Raises ValueError if a Config's options of weights exclude each other."""
+    if config.reduce_dtype and config.matmul:
+        raise ValueError(
+            f"reduce_dtype={config.reduce_dtype} is for matmuls in dtype, and matmul={config.matmul}"
+        )
+    targets = type(config).lora_targets
+    for name in config.lora_targets:
+        if name not in targets:
+            raise ValueError(f"lora_targets has {name!r}, which is not one of {', '.join(targets)}")
+
+
+def add_adapters(config, module: nnx.Module, rngs: nnx.Rngs, **contracted: int) -> None:
+    """Gives a new module an Adapter (lora.py) for each of its weights that lora_targets lists.
+
+    Args:
+      contracted: a weight that can have one → how many dims of its input it contracts.
+    """
+    if not config.lora_rank:
+        return
+    from .lora import make_adapters
+
+    module.lora = make_adapters(module, config, rngs, contracted)
+
+
+def use_layer(config, layer, axes: AxisNames):
+    """Config.use_layer: multiplies in `matmul`; devices add gradients in `reduce_dtype`."""
+    if config.reduce_dtype:
+        used = use_weights(config, layer, axes)
+    elif config.matmul:
+        from .low_precision import lowered
+
+        used = lowered(layer, in_use(layer, axes.in_use, config.dtype), axes.in_use, config)
+    else:
+        used = in_use(layer, axes.in_use_by_layers, config.dtype)
+    if not config.lora_rank:
+        return used
+    from .lora import adapted
+
+    return adapted(used)
+
+
+def use_weights(config, weights, axes: AxisNames):
+    """Config.use_weights: devices add the weights' gradients in `reduce_dtype`."""
+    if not config.reduce_dtype:
+        return in_use(weights, axes.in_use, config.dtype)
+    from .float32_sums import wide_in_use
+
+    return wide_in_use(weights, axes.in_use, config.dtype)
+
+
+def use_table(config, table: nnx.Param) -> jax.Array:
+    """Config.use_table: devices add the table's gradients in `reduce_dtype`."""
+    if not config.reduce_dtype:
+        return table_copies(table, config.dtype)
+    from .float32_sums import summed_in_float32
+
+    return summed_in_float32(table_copies, table, config.dtype)
