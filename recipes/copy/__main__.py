@@ -24,7 +24,6 @@ from recipes.common.storage import folders
 # recipes/.
 ZOO = pathlib.Path(__file__).parents[2] / "zoo"
 OPTIONAL = {  # file that is imported inside functions → what needs it
-    "cache": "generation",
     "context": "rings and all-to-alls (rules with cp)",
     "cudnn": "the attention kernel of NVIDIA GPUs",
     "delta_context": "a state that travels between devices (rules with cp)",
@@ -32,18 +31,18 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "float32_sums": "sums of gradients over devices in float32 (reduce_dtype)",
     "gpipe": "logits, and losses of one's own, in pipelines (rules with pp)",
     "gpu_loss": "the loss on GPUs",
-    "log_probs": "preference tuning",
     "lora": "adapters (lora_rank)",
     "low_precision": "low precision (matmul)",
-    "mtp": "the head for the second-next token (mtp_depth)",
-    "periods": "layers of several kinds (layer_kinds)",
     "pipeline": "pipelines (rules with pp)",
     "quantization": "low precision (matmul)",
     "rope_scaling": "rotary scalings other than Llama 3's, and those of saved configs",
     "splash": "the attention kernel of TPUs",
     "triton": "attention on NVIDIA GPUs where cuDNN has no kernel",
-    "unlike_layers": "layers of unequal shapes (period)",
 }
+
+# Zoo file → the model in it; of an entry with a file of its own for recipes, both.
+MODELS = {name: entry.model for name, entry in ENTRIES.items()}
+MODELS |= {entry.file: entry.model for entry in ENTRIES.values() if entry.file}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +56,8 @@ class Flags:
 
 def main(flags: Flags) -> None:
     entry, target = flags.entry, flags.target
-    if entry not in ENTRIES:
-        raise UserError(f"--entry={entry} is not in the zoo; it has {', '.join(ENTRIES)}")
+    if entry not in MODELS:
+        raise UserError(f"--entry={entry} is not in the zoo; it has {', '.join(MODELS)}")
     optional = {pathlib.Path(path).stem: path for path in optional_files(entry)}
     names = split(flags.without) if flags.without else []
     for name in set(names).difference(optional):
@@ -103,7 +102,7 @@ def main(flags: Flags) -> None:
     print0(f"Copied to {folder}: {', '.join(copied)}")
     for name, path in optional.items():
         print0(f"  {'added' if path in copied else 'left out':8}  {path}: {OPTIONAL[name]}")
-    print0(f"To use it:\n  from {folder.name}.{entry} import RULES, Config, {ENTRIES[entry].model}")
+    print0(f"To use it:\n  from {folder.name}.{entry} import RULES, Config, {MODELS[entry]}")
 
 
 def optional_files(entry: str) -> list[str]:
@@ -123,17 +122,27 @@ def imported(entry: str, nested: bool = True, without=()) -> list[str]:
         if (name := path.relative_to(ZOO).as_posix()) in (*files, *without):
             return
         waiting.append(name)
-        imports = re.findall(r"^( *)from (\.+)([\w.]+) import", path.read_text(), re.MULTILINE)
-        for indent, dots, module in imports:
-            target = path.parents[len(dots) - 1].joinpath(*module.split(".")).with_suffix(".py")
-            name_of_target = target.relative_to(ZOO).as_posix()
-            if name_of_target not in waiting and (nested or not indent):
+        for indent, target in _imports(path):
+            if target.relative_to(ZOO).as_posix() not in waiting and (nested or not indent):
                 visit(target)
         files.append(name)
 
     waiting: list[str] = []  # files on the way; those of one circle of imports come once
     visit(ZOO / f"{entry}.py")
     return files
+
+
+def _imports(path: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
+    """(indent, file) of each relative import in a file of the zoo."""
+    found = []
+    statement = r"^( *)from (\.+)([\w.]*) import (\([^)]*\)|.*)"
+    for indent, dots, module, names in re.findall(statement, path.read_text(), re.MULTILINE):
+        place = path.parents[len(dots) - 1].joinpath(*module.split("."))
+        if place.with_suffix(".py").exists():
+            found.append((indent, place.with_suffix(".py")))
+        else:  # a folder
+            found += [(indent, place / f"{name}.py") for name in re.findall(r"\w+", names)]
+    return found
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.promise("prove")
 
 # ---- planted faults ------------------------------------------------------------------------------
 
-DOWN = 'add_bias(project(self, "down", hidden_BTF, seq="residual_seq"), self.down_bias)'
+DOWN = 'add_bias(multiply(hidden_BTF, self.down, seq="residual_seq"), self.down_bias)'
 # A product of split dims, on each device: `after` is what becomes of its partial sums.
 PER_DEVICE = """per_device(
     lambda x, w, b: {},
@@ -48,38 +48,40 @@ BIAS = "a bias added on every shard of a partial sum"
 # Fault → (file, text, its replacement, module, phase, part of what is next to it).
 FAULTS = {
     "a missing reduction": (
-        "layers", DOWN, PER_DEVICE.format("x @ w + b[None, None]"),
+        "core/layers", DOWN, PER_DEVICE.format("x @ w + b[None, None]"),
         "layers/mlp", "forward", "shard_map",
     ),
     BIAS: (
-        "layers", DOWN, PER_DEVICE.format("jax.lax.psum(x @ w + b[None, None], 'model')"),
+        "core/layers", DOWN, PER_DEVICE.format("jax.lax.psum(x @ w + b[None, None], 'model')"),
         "layers/mlp", "backward", "psum over ('model',)",
     ),
     "a mean over a shard instead of the whole": (
-        "layers", DOWN,
+        "core/layers", DOWN,
         f"{DOWN} - per_device(lambda x: x.mean(0, keepdims=True), (hidden_BTF,), "
         "((\"batch\", None, \"mlp\"),), (None, None, \"mlp\"), check_vma=False).mean()",
         "layers/mlp", "forward", "shard_map",
     ),
     "dropout with one key per device": (
-        "layers", DOWN,
+        "core/layers", DOWN,
         f"per_device(lambda x: x * jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), "
         f"jax.lax.axis_index('data')), 0.9, x.shape).astype(x.dtype), ({DOWN},), "
         "((\"batch\", None, None),))",
         "layers/mlp", "forward", "axis_index",
     ),
     "a norm over a split dim": (
-        "layers", "variance = jnp.mean(jnp.square(x32), axis=tuple(range(-self.rank, 0)), keepdims=True)",
+        "core/layers", "variance = jnp.mean(jnp.square(x32), axis=tuple(range(-self.rank, 0)), keepdims=True)",
         "axes = (\"batch\", None, \"heads\", None) if self.rank == 2 else (\"batch\", None, None)\n"
         "        variance = per_device(lambda x: jnp.mean(jnp.square(x), axis=tuple(range(-self.rank, 0)), "
         "keepdims=True), (x32,), (axes,), (\"batch\",), check_vma=False)",
         "layers/attention/q_norm", "forward", "shard_map",
     ),
     "a constraint on the wrong axis": (
-        "attention", "q_BTNH = rotate(q_BTNH, positions.angles[kind], kind.magnitude)",
-        "wrong = (\"batch\", \"seq\", None, \"heads\")\n"
-        "            q_BTNH = per_device(lambda q, a: rotate(q, a, kind.magnitude), (q_BTNH, "
-        "positions.angles[kind]), (wrong, (None, \"seq\", \"heads\")), wrong, check_vma=False)",
+        "parts/general_attention", "q_BTNH = inputs.rotate(q_BTNH, kind)",
+        "from ..core.layers import rotate\n"
+        "        from ..core.sharding import per_device\n"
+        "        wrong = (\"batch\", \"seq\", None, \"heads\")\n"
+        "        q_BTNH = per_device(lambda q, a: rotate(q, a, kind.magnitude), (q_BTNH, "
+        "inputs.angles[kind]), (wrong, (None, \"seq\", \"heads\")), wrong, check_vma=False)",
         "layers/attention", "forward", "shard_map",
     ),
 }  # fmt: skip
@@ -113,7 +115,7 @@ def copied(inside, tmp_path, monkeypatch):
 @pytest.mark.parametrize("fault", full_except(FAULTS, []))
 def test_a_planted_fault_is_located_at_its_module(fault, copied):
     file, text, replacement, module, phase, near = FAULTS[fault]
-    mine = copied("transformer", file, text, replacement)
+    mine = copied("llama_relatives", file, text, replacement)
     config = dataclasses.replace(
         mine.Config.tiny(), mlp_bias=True, qk_norm=True, joint_qk_norm=True
     )
@@ -127,7 +129,7 @@ def test_a_planted_fault_is_located_at_its_module(fault, copied):
     # The backward pass reaches the last layer first.
     assert case.place.layer == ((0,) if phase == "forward" else (config.num_layers - 1,))
     (line,) = (x for x in case.place.near if near in x)
-    assert f" at {file}.py:" in line
+    assert f" at {pathlib.Path(file).name}.py:" in line
 
 
 class Mixing(nnx.Module):
@@ -613,13 +615,16 @@ def test_float64_tells_rounding_from_error(copied, monkeypatch):
         assert case.beyond
         return case
 
-    right, wrong = proven(copied("transformer")), proven(copied("transformer", *FAULTS[BIAS][:3]))
+    right, wrong = (
+        proven(copied("llama_relatives")),
+        proven(copied("llama_relatives", *FAULTS[BIAS][:3])),
+    )
     assert right.is_rounding
     assert right.holds
     assert wrong.float64 > 1e-3
     assert not wrong.holds
     fixed = "x32 = x.astype(jnp.float32)"
-    narrow = proven(copied("transformer", "layers", fixed, 'x32 = x.astype("float32")'))
+    narrow = proven(copied("llama_relatives", "core/layers", fixed, 'x32 = x.astype("float32")'))
     assert narrow.float64 is None
     assert "computes in float32 at layers.py:" in narrow.note
 

@@ -33,7 +33,7 @@ from tests.conftest import full_except
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from zoo.core import decoder
-from zoo.core.attention import attend
+from zoo.core.attention import RowLayout, attend
 from zoo.kernels import splash
 from zoo.kernels.choice import Settings
 from zoo.options.rope_scaling import LongRope
@@ -185,7 +185,7 @@ def shift(monkeypatch):
 
 def keep_order(monkeypatch):
     """Tokens, targets and segments stay in natural order, while rotations and masks are in stripes."""
-    monkeypatch.setattr(decoder, "stripe", lambda config, x, *axes, **options: x)
+    monkeypatch.setattr(context.Ring, "reorder", lambda layout, x, *axes, **options: x)
 
 
 def forget_targets(monkeypatch):
@@ -244,18 +244,18 @@ def test_on_a_ring_a_window_sees_all_its_keys():
     *qkv, weight = (random.standard_normal(shape, np.float32) for shape in shapes)
     ids = np.repeat(np.arange(T)[None] >= 40, 2, axis=0).astype(np.int32)
 
-    @functools.partial(jax.jit, static_argnames="exchange", compiler_options=QUICK)
-    def both(q, k, v, weight, ids, exchange):
+    @functools.partial(jax.jit, static_argnames="layout", compiler_options=QUICK)
+    def both(q, k, v, weight, ids, layout):
         def ours(*qkv):
-            return attend(*qkv, ids, window=18, kernel="flash", context=exchange)
+            return attend(*qkv, ids, window=18, kernel="flash", layout=layout)
 
         out, back = jax.vjp(ours, q, k, v)
         return out, *back(weight)
 
-    wanted = jax.device_get(both(*qkv, weight, ids, exchange="auto"))
+    wanted = jax.device_get(both(*qkv, weight, ids, layout=RowLayout()))
     rules = tuple(zoo_file("transformer").RULES["cp"].items())
     with jax.set_mesh(make_mesh("data=1,seq=4")), nnx.logical_axis_rules(rules):
-        found = jax.device_get(both(*qkv, weight, ids, exchange="ring"))
+        found = jax.device_get(both(*qkv, weight, ids, layout=context.Ring()))
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=3e-6)
 
@@ -286,7 +286,7 @@ def test_on_a_ring_splash_computes_no_hop_in_which_nobody_sees_a_key(
         @functools.partial(jax.jit, compiler_options=QUICK)
         def compiled(*qkv):
             def ours(*qkv):
-                return attend(*qkv, ids, window=window, kernel="splash", context="ring")
+                return attend(*qkv, ids, window=window, kernel="splash", layout=context.Ring())
 
             out, back = jax.vjp(ours, *qkv)
             return out, *back(weight)

@@ -51,8 +51,9 @@ from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, forget_hashes, saving, state_of
 from tests.support.small_tokenizers import byte_level, metaspace
 from zoo import moe
-from zoo.core.layers import project
+from zoo.core.layers import multiply
 from zoo.llama_relatives import Config, Transformer
+from zoo.options.lora import AdaptedWeight
 
 pytestmark = pytest.mark.promise("lora")
 
@@ -181,9 +182,9 @@ def test_experts_have_no_adapters():
 def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
     """A·B is a thousandth of W, which bfloat16's W + A·B would lose."""
 
-    def weight(value, *axes):
+    def weight(value, *axes, kind=nnx.Param, **attributes):
         value = jnp.asarray(value, jnp.bfloat16)
-        return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+        return kind(value, out_sharding=axes, eager_sharding=False, **attributes)
 
     x, w = np.zeros((1, 1, 128)), np.ones((128, 64))
     x[..., 0], x[..., 1] = 1, -1  # x·W is 0
@@ -191,8 +192,9 @@ def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
     a[1] = 0
     assert (jnp.asarray(w + a @ b, jnp.bfloat16) == 1).all()
     factors = SimpleNamespace(a=weight(a, "mlp", "lora"), b=weight(b, "lora", "embed"), scale=3.0)
-    module = SimpleNamespace(down=weight(w, "mlp", "embed"), lora={"down": factors})
-    found = project(module, "down", jnp.asarray(x, jnp.bfloat16))
+    down = weight(w, "mlp", "embed")
+    adapted = weight(w, "mlp", "embed", kind=AdaptedWeight, weight=down, adapter=factors)
+    found = multiply(jnp.asarray(x, jnp.bfloat16), adapted)
     np.testing.assert_allclose(found.astype(np.float32), 3e-3, rtol=1e-2)
 
 

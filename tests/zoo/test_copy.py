@@ -80,8 +80,9 @@ EXPERT_CASES = {"fsdp_ep": ("data", "expert")}
 def test_a_copied_entry_trains_alone(entry, inside, tmp_path):
     """In a folder with nothing but its files, each as it is in the zoo."""
     assert inside("recipes.copy", f"--entry={entry}", f"--target={tmp_path / 'mine'}").code == 0
-    for path in (tmp_path / "mine").iterdir():
-        assert path.read_bytes() == (ZOO / path.name).read_bytes()
+    mine = tmp_path / "mine"
+    for path in mine.rglob("*.py"):
+        assert path.read_bytes() == (ZOO / path.relative_to(mine)).read_bytes()
     np.savez(tmp_path / "batch.npz", **ENTRIES[entry].batches[0])
     cases = EXPERT_CASES if "fsdp_ep" in ENTRIES[entry].rules else CASES
     code = TRAIN.format(entry=entry, model=entries.ENTRIES[entry].model, cases=cases)
@@ -98,28 +99,25 @@ def test_a_folder_with_other_files_takes_a_copy(inside, tmp_path):
     done = inside("recipes.copy", "--entry=mlp", f"--target={tmp_path / 'mine'}")
     assert (done.code, done.err) == (0, "")
     assert done.out.splitlines() == [
-        f"Copied to {tmp_path / 'mine'}: sharding.py, mlp.py",
+        f"Copied to {tmp_path / 'mine'}: core/sharding.py, mlp.py",
         "To use it:",
         "  from mine.mlp import RULES, Config, MLP",
     ]
     names = {path.name for path in (tmp_path / "mine").iterdir()}
-    assert names == {"notes.txt", "sharding.py", "mlp.py"}
+    assert names == {"notes.txt", "core", "mlp.py"}
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
 
 
 # ---- optional files ------------------------------------------------------------------------------
 
 
-def optional(entry: str) -> set[str]:
-    """The files that only some calls of an entry need."""
-    return {*copy.imported(entry)} - {*copy.imported(entry, nested=False)}
+def optional(entry: str) -> dict[str, str]:
+    """The files that only some calls of an entry need: name → path."""
+    return {pathlib.Path(path).stem: path for path in copy.optional_files(entry)}
 
 
 def test_every_optional_file_has_its_purpose():
-    assert set().union(*map(optional, ENTRIES)) == {*copy.OPTIONAL}
-
-
-MODELS = {"transformer": "Transformer", "deepseek": "DeepSeek", "qwen3_next": "Qwen3Next"}
+    assert set().union(*map(optional, copy.MODELS)) == {*copy.OPTIONAL}
 
 
 def use(name: str, entry) -> None:
@@ -132,17 +130,15 @@ def use(name: str, entry) -> None:
         "low_precision": {"matmul": "int8"},
         "float32_sums": {"reduce_dtype": "float32"},
         "lora": {"lora_rank": 2},
-        "mtp": {"mtp_depth": 1},
         "splash": {"attention": "splash"},
         "triton": {"attention": "triton"},
         "gpu_loss": {"attention": "xla"},
         "cudnn": {"attention": "cudnn"},
         "flash": {"attention": "flash"},
-        "periods": {"layer_kinds": ((None, 1e4), (None, None))},
         "rope_scaling": {"rope_scaling": ("linear", 2.0)},
     }
     config = dataclasses.replace(entry.Config.tiny(), **changes.get(name, {}))
-    model = getattr(entry, MODELS[entry.__name__.rpartition(".")[2]])
+    model = getattr(entry, copy.MODELS[entry.__name__.rpartition(".")[2]])
     along_seq, in_stages = ("cp", "data=1,seq=8"), ("pp", "data=4,pipe=2")
     rules, axes = {
         "context": along_seq, "delta_context": along_seq, "pipeline": in_stages, "gpipe": in_stages
@@ -151,12 +147,8 @@ def use(name: str, entry) -> None:
 
     def call():
         built = model(config, rngs=nnx.Rngs(0))
-        if name == "cache":
-            return built.prefill(tokens_BT, jnp.full(8, 128), slots=256)
         if name == "gpipe":
             return built(tokens_BT)
-        if name == "log_probs":
-            return built.log_probs(tokens_BT, tokens_BT)
         return built.loss(tokens_BT, tokens_BT)
 
     use_mesh = functools.partial(jax.set_mesh, make_mesh(axes))
@@ -166,21 +158,19 @@ def use(name: str, entry) -> None:
         jax.eval_shape(call)
 
 
-# Comes with low_precision; and what no Config of an entry that lacks it asks for.
-ELSEWHERE = {"quantization", "unlike_layers"}
+ELSEWHERE = {"quantization"}  # comes with low_precision
 
 
 @pytest.fixture
 def bare(inside, tmp_path, monkeypatch):
-    """Returns a function that copies one of MODELS without any optional file, and returns the folder."""
+    """Returns a function that copies a model without any optional file, and returns the folder."""
 
     def make(entry: str) -> pathlib.Path:
         target = tmp_path / f"bare_{entry}"
-        needed = {"periods"} if entry == "qwen3_next" else set()
-        without = f"--without={','.join({*optional(entry)} - needed)}"
+        without = f"--without={','.join(optional(entry))}"
         done = inside("recipes.copy", f"--entry={entry}", f"--target={target}", without)
         assert (done.code, done.err) == (0, "")
-        assert "  left out  cache.py: generation\n" in done.out
+        assert "  left out  kernels/flash.py: attention on any platform" in done.out
         return target
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -190,40 +180,42 @@ def bare(inside, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", full_except(sorted({*copy.OPTIONAL} - ELSEWHERE), ["splash", "lora", "mtp", "cache"])
+    "name", full_except(sorted({*copy.OPTIONAL} - ELSEWHERE), ["splash", "lora"])
 )
 def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
-    copied = {"mtp": "deepseek", "delta_context": "qwen3_next"}.get(name, "transformer")
+    copied = {"delta_context": "qwen3_next"}.get(name, "llama_relatives")
     package = bare(copied)
     entry = importlib.import_module(f"{package.name}.{copied}")
     use("", entry)  # all else works
     needs = {"context": ["flash"], "delta_context": ["context", "flash"], "splash": ["flash"]}
     needs |= {"gpipe": ["pipeline"], "triton": ["flash", "splash"]}
+    paths = optional(copied)
     for other in needs.get(name, []):  # on the way to it
-        shutil.copy(ZOO / f"{other}.py", package)
+        shutil.copy(ZOO / paths[other], package / paths[other])
     with pytest.raises(ImportError) as error:
         use(name, entry)
-    needed = f"for {copy.OPTIONAL[name]}, copy zoo/{name}.py over this file"
-    assert str(error.value) == f"{name}.py was left out; {needed}"
-    shutil.copy(ZOO / f"{name}.py", package)
+    needed = f"for {copy.OPTIONAL[name]}, copy zoo/{paths[name]} over this file"
+    assert str(error.value) == f"{paths[name]} was left out; {needed}"
+    shutil.copy(ZOO / paths[name], package / paths[name])
     if name == "low_precision":
-        with pytest.raises(ImportError, match=r"copy zoo/quantization\.py over this file"):
+        with pytest.raises(ImportError, match=r"copy zoo/options/quantization\.py over this file"):
             use(name, entry)
-        shutil.copy(ZOO / "quantization.py", package)
+        shutil.copy(ZOO / paths["quantization"], package / paths["quantization"])
     use(name, entry)
 
 
 def test_some_files_are_left_out(inside, tmp_path):
     """What only they import goes with them."""
     target = tmp_path / "mine"
-    command = ("recipes.copy", f"--target={target}", "--without=pipeline, low_precision")
+    entry = "--entry=llama_relatives"
+    command = ("recipes.copy", entry, f"--target={target}", "--without=pipeline, low_precision")
     done = inside(*command)
     assert done.code == 0
-    for name in optional("transformer"):
+    for name, path in optional("llama_relatives").items():
         left_out = name in ("pipeline", "low_precision", "quantization")
         word = "left out" if left_out else "added   "
-        assert f"  {word}  {name}.py: {copy.OPTIONAL[name]}\n" in done.out
-        assert ("was left out" in (target / f"{name}.py").read_text()) == left_out
+        assert f"  {word}  {path}: {copy.OPTIONAL[name]}\n" in done.out
+        assert ("was left out" in (target / path).read_text()) == left_out
 
 
 # ---- mistakes, and disks that fail ---------------------------------------------------------------
@@ -232,10 +224,10 @@ MISTAKES = [
     ([], "--target= is no local folder; use --target=FOLDER"),
     (["--entry=bart", "--target=mine"], "--entry=bart is not in the zoo; it has dot_relu_dot, mlp, transformer, moe"),
     (["--entry=mlp", "--target=mine", "--without=cache"], "--without=cache: mlp has no optional 'cache'; it needs all its files"),
-    (["--target=mine", "--without=cache,layers"], "--without=cache,layers: transformer has no optional 'layers'; use cache, context, "),
-    (["--target=full"], "--target=full: {here}/full/layers.py already exists; use a new name"),
-    (["--target=linked"], "--target=linked: {here}/linked/sharding.py already exists; use a new name"),
-    (["--target=linked", "--without=lora"], "--target=linked: {here}/linked/sharding.py already exists; use a new name"),
+    (["--target=mine", "--without=flash,layers"], "--without=flash,layers: transformer has no optional 'layers'; use cudnn, flash, "),
+    (["--target=full"], "--target=full: {here}/full/core/layers.py already exists; use a new name"),
+    (["--target=linked"], "--target=linked: {here}/linked/core/sharding.py already exists; use a new name"),
+    (["--target=linked", "--without=flash"], "--target=linked: {here}/linked/core/sharding.py already exists; use a new name"),
     (["--target=nowhere"], "--target=nowhere: {here}/nowhere already exists; use a new name"),
     (["--target=file"], "--target=file: {here}/file already exists; use a new name"),
     (["--target=no/mine"], "--target=no/mine can't be written (No such file or directory); use a different folder"),
@@ -254,10 +246,10 @@ MISTAKES = [
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("full", "linked"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "full" / "layers.py").write_text("mine")
+        (tmp_path / folder / "core").mkdir(parents=True)
+    (tmp_path / "full" / "core" / "layers.py").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    (tmp_path / "linked" / "sharding.py").symlink_to(tmp_path / "new.py")
+    (tmp_path / "linked" / "core" / "sharding.py").symlink_to(tmp_path / "new.py")
     (tmp_path / "nowhere").symlink_to(tmp_path / "new")
     return tmp_path
 
@@ -281,7 +273,7 @@ def test_a_user_error_is_one_line_and_nothing_is_written(flags, message, here, i
 
 @pytest.mark.parametrize("target", ["mine", "full"])
 def test_a_disk_that_fails_leaves_nothing(target, here, monkeypatch):
-    (here / "full" / "layers.py").rename(here / "full" / "own.py")
+    (here / "full" / "core" / "layers.py").rename(here / "full" / "own.py")
     before = content(here)
     opened = []
 
@@ -299,7 +291,7 @@ def test_a_disk_that_fails_leaves_nothing(target, here, monkeypatch):
 
 
 def test_a_file_that_comes_meanwhile_is_kept(here, monkeypatch):
-    (here / "full" / "layers.py").rename(here / "full" / "own.py")
+    (here / "full" / "core" / "layers.py").rename(here / "full" / "own.py")
 
     def race(path, mode):
         if path.name == "layers.py":
@@ -309,4 +301,4 @@ def test_a_file_that_comes_meanwhile_is_kept(here, monkeypatch):
     monkeypatch.setattr(copy, "open", race, raising=False)
     with pytest.raises(copy.UserError, match="File exists"):
         copy.main(copy.Flags(target="full"))
-    assert content(here / "full") == {"own.py": "mine", "layers.py": "another's"}
+    assert content(here / "full") == {"own.py": "mine", "core": "", "core/layers.py": "another's"}

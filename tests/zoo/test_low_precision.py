@@ -21,9 +21,8 @@ from tests.support.quick import QUICK
 from zoo import llama_relatives as transformer
 from zoo import moe
 from zoo.core.attention import make_inputs
-from zoo.core.layers import multiply, project
+from zoo.core.layers import multiply
 from zoo.core.sharding import param
-from zoo.core.stack import layer_in_use
 from zoo.core.strategies import DECODER
 from zoo.experts.expert_strategies import EXPERT_DECODER
 from zoo.experts.mixture import GatedExperts
@@ -101,7 +100,7 @@ def product_and_gradients(module, x, grad, contract, **how):
     @jax.jit
     def run(module, x):
         def product(module, x):
-            used = layer_in_use(module, DECODER.in_use, config(**how))
+            used = config(**how).use_layer(module, DECODER)
             return multiply(x, used.w, contract)
 
         y, pull = jax.vjp(product, module, x)
@@ -220,7 +219,7 @@ def test_a_row_and_a_column_have_scales_of_their_own(contract, mesh, strategy):
 
     @jax.jit
     def scales(module, x):
-        weight = layer_in_use(module, DECODER.in_use, config("int8")).w
+        weight = config("int8").use_layer(module, DECODER).w
         rounded = weight.round_input(x, contract)
         q, scale = weight.rounded(*range(contract))
         return (rounded.q, rounded.scale), (q, scale)
@@ -275,7 +274,7 @@ def test_an_expert_s_gradients_are_rounded_by_its_own_rows(mesh, strategy, capac
             def output(state):
                 module = nnx.merge(graph, state)
                 module.config = config
-                module = layer_in_use(module, EXPERT_DECODER.in_use, config)
+                module = config.use_layer(module, EXPERT_DECODER)
                 positions = make_inputs(config, jnp.zeros((4, 8), jnp.int32))
                 return module(x_BTD, positions)[0]
 
@@ -312,7 +311,8 @@ def test_adapters_stay_exact():
     x = np.random.default_rng(0).standard_normal((1, 3, 16)).astype(np.float32)
 
     def run(matmul):
-        return project(layer_in_use(module, DECODER.in_use, config(matmul)), "w", x)
+        with_adapters = dataclasses.replace(config(matmul), lora_rank=2)
+        return multiply(x, with_adapters.use_layer(module, DECODER).w)
 
     np.testing.assert_array_equal(run("int8"), run(""))
     assert abs(run("")).max() > 0

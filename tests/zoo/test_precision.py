@@ -24,7 +24,6 @@ from tests.conftest import ROOT, full_except
 from tests.support.entries import ENTRIES, OPTIMIZER
 from tests.support.models import multiplying
 from zoo.core import layers, vocabulary
-from zoo.core.stack import layer_in_use
 from zoo.core.strategies import DECODER
 from zoo.llama_relatives import RULES, Config
 
@@ -130,7 +129,9 @@ def test_products_of_groups_add_up_in_float32():
 
 
 def gradient_of_log_probs(layout, state, batch, microbatches):
-    total = lambda params: layout.model.merge({"params": params}).log_probs(**batch).sum()  # noqa: E731
+    total = lambda params: zoo_log_probs.log_probs(
+        layout.model.merge({"params": params}), **batch
+    ).sum()
     return jax.grad(total)(state["params"])
 
 
@@ -360,7 +361,7 @@ def product_and_gradient(reduce_dtype: str):
     @jax.jit
     def run(module, x_BTD, grad_BTF):
         def product(module):
-            used = layer_in_use(module, DECODER.in_use, config)
+            used = config.use_layer(module, DECODER)
             return layers.multiply(x_BTD, used.w)
 
         y_BTF, pull = jax.vjp(product, module)

@@ -30,8 +30,8 @@ from zoo import llama_relatives as transformer
 from zoo import moe
 from zoo.core.attention import make_inputs
 from zoo.core.layers import AttentionType, Llama3, rope_angles
-from zoo.core.stack import scan_layers
 from zoo.kernels.choice import Choice
+from zoo.options.periods import scan_periods
 from zoo.options.rope_scaling import Linear, Yarn
 
 pytestmark = [pytest.mark.promise("unlike-layers"), pytest.mark.usefixtures("strict")]
@@ -556,7 +556,7 @@ def test_unlike_stacks_run_in_the_order_of_their_period():
         return x * 10 + digit, digit
 
     x, outputs = jax.jit(
-        lambda: scan_layers(write, jnp.int32(0), stacks, kinds, None, period=("a", "a", "b"))
+        lambda: scan_periods(write, jnp.int32(0), stacks, kinds, None, ("a", "a", "b"))
     )()
     assert int(x) == 1_283_495
     assert {name: output.tolist() for name, output in outputs.items()} == {
