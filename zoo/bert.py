@@ -30,10 +30,11 @@ from .parts.general_attention import GeneralAttention
 from .parts.classes import class_loss, dense, pool, unit
 from .options.compute_options import ComputeOptions
 from .core.decoder import Decoder
-from .parts.gelu import GeluMLP, layer_norm
+from .parts.gelu import GeluMLP
+from .parts.norms import apply_norm, layer_norm
 from .core.config import bounded, one_of
 from .core.layers import (
-    AttentionType, GatedMLP, add_bias, add_output, apply_norm, gather_positions, multiply,
+    AttentionType, GatedMLP, add_bias, add_output, gather_positions, multiply,
 )  # fmt: skip
 from .options import dense_first
 from .core.sharding import Rules, complete_tables, constrain, param, shards, zeros

@@ -22,7 +22,8 @@ from .parts.general_attention import GeneralAttention
 from .options.compute_options import ComputeOptions
 from .options.periods import scan_kinds
 from .core.decoder import Decoder
-from .parts.gelu import GeluMLP, layer_norm
+from .parts.gelu import GeluMLP
+from .parts.norms import layer_norm
 from .core.layers import AttentionType, add_output
 from .core.sharding import Rules, complete_tables, constrain, param
 from .core.strategies import DECODER, decoder_rules

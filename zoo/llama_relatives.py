@@ -17,7 +17,8 @@ from flax import nnx
 
 from . import transformer
 from .core.decoder import Decoder
-from .core.layers import AttentionType, GatedMLP, add_output, apply_norm
+from .core.layers import AttentionType, GatedMLP, add_output
+from .parts.norms import apply_norm
 from .core.sharding import Rules, complete_tables
 from .core.strategies import DECODER, decoder_rules
 from .options.llama_options import LlamaOptions, embed_scaled, make_attention, make_norms

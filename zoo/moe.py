@@ -25,7 +25,8 @@ from .core.decoder import Decoder
 from .experts.mixture import (
     EXPERT_REMAT, check_experts, check_groups, even_load, feed_forward, make_experts, position_gate,
 )  # fmt: skip
-from .core.layers import GatedMLP, AttentionType, RopeScaling, add_output, apply_norm
+from .core.layers import GatedMLP, AttentionType, RopeScaling, add_output
+from .parts.norms import apply_norm
 from .core.sharding import Rules, complete_tables
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 from .options import dense_first

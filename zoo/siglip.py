@@ -29,15 +29,17 @@ from flax import nnx
 
 from .parts.classes import unit
 from .options.compute_options import ComputeOptions
-from .parts.gelu import GELU, layer_norm
-from .core.layers import AttentionType, apply_norm, dot
+from .parts.gelu import GELU
+from .parts.norms import apply_norm, layer_norm
+from .core.layers import AttentionType, dot
 from .parts.pairs import EXCHANGES, LOSSES, loss_of_pairs
 from .parts.patches import Pooling, embed_patches, prepend
 from .core.sharding import (
     Rules, check_rules, complete_tables, constrain, explicit, param, variable, zeros,
 )  # fmt: skip
 from .core.config import bounded, one_of
-from .core.strategies import DECODER, encoder_rules
+from .core.strategies import DECODER
+from .parts.encoder_rules import encoder_rules
 from .parts.towers import Tower, image_and_text
 from .core.vocabulary import look_up
 

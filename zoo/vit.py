@@ -32,7 +32,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .parts.classes import class_loss
-from .parts.gelu import GeluMLP, layer_norm
+from .parts.gelu import GeluMLP
+from .parts.norms import layer_norm
 from .core.layers import add_bias, add_output, dot, multiply, sublayer_input
 from .parts.patches import embed_patches, prepend
 from .core.sharding import (
@@ -40,7 +41,8 @@ from .core.sharding import (
 )  # fmt: skip
 from .core.config import bounded, check_fields, one_of
 from .core.stack import REMAT_POLICIES, fit_rules, scan_layers, stack
-from .core.strategies import DECODER, encoder_rules
+from .core.strategies import DECODER
+from .parts.encoder_rules import encoder_rules
 from .options import weights
 
 

@@ -26,6 +26,7 @@ from tests.support.models import multiplying
 from zoo.core import layers, vocabulary
 from zoo.core.strategies import DECODER
 from zoo.llama_relatives import RULES, Config
+from zoo.options import log_probs as zoo_log_probs
 
 pytestmark = pytest.mark.promise("precision")
 
@@ -129,9 +130,9 @@ def test_products_of_groups_add_up_in_float32():
 
 
 def gradient_of_log_probs(layout, state, batch, microbatches):
-    total = lambda params: zoo_log_probs.log_probs(
-        layout.model.merge({"params": params}), **batch
-    ).sum()
+    def total(params):
+        return zoo_log_probs.log_probs(layout.model.merge({"params": params}), **batch).sum()
+
     return jax.grad(total)(state["params"])
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from ..kernels.choice import KERNELS
 from .attention import RowLayout
 from .layers import AttentionType, RopeScaling
 from .sharding import AxisNames, in_use, shards
@@ -109,9 +110,10 @@ class Compute(Architecture):
     """
 
     dtype: str = "float32"  # dtype of activations and matmuls; parameters, norms and loss: float32
-    # What a layer keeps for its backward pass, see stack.REMAT_POLICIES.
+    # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
     remat: str = one_of("full", REMAT_POLICIES)
-    attention: str = "auto"  # one of kernels.KERNELS; "auto": the best for the device
+    # one of kernels.KERNELS; "auto": the best for the device
+    attention: str = one_of("auto", KERNELS)
     loss_chunk: int = 256  # positions of a sequence with logits at once; see positions_at_once
     unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile
 

@@ -183,11 +183,6 @@ class RMSNorm(nnx.Module):
         return (x32 * jax.lax.rsqrt(variance + self.eps) * scale).astype(x.dtype)
 
 
-def apply_norm(norm: RMSNorm | nnx.LayerNorm | None, x: jax.Array) -> jax.Array:
-    """norm(x); without a norm, x."""
-    return x if norm is None else norm(x)
-
-
 def add_output(x_BTD, out_BTD, norm: RMSNorm | None = None, scale: float = 1.0) -> jax.Array:
     """Adds a sublayer's output to the residual stream: x + norm(out) · scale.
 
@@ -197,16 +192,6 @@ def add_output(x_BTD, out_BTD, norm: RMSNorm | None = None, scale: float = 1.0) 
     if norm is not None:
         out_BTD = constrain(norm(out_BTD), "batch", "residual_seq", "act_embed")
     return x_BTD + (out_BTD if scale == 1 else out_BTD * scale)
-
-
-def is_target(logits_RMV: jax.Array, targets_RM: jax.Array) -> jax.Array:
-    """Where the logits of the targets are, bool [R, M, V]."""
-    return jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
-
-
-def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """Limits x smoothly to ±cap (Bello et al. 2017); None: returns x."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 # ---- rotary embeddings ---------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Sharding rules for decoders: what each kind of parallelism splits, and what it costs.
 
-A strategy is a union of parallelisms. `decoder_rules` lists all, and expert_strategies.py those of
-decoders with experts:
+A strategy is a union of parallelisms, and `decoder_rules` lists all:
 
     "fsdp_tp": DP | FSDP | TP
 
@@ -17,23 +16,12 @@ from .sharding import AxisNames, optimizer_axis
 # Logical axes that files besides the models ask for by name.
 SEQ = "seq"  # T, S
 RESIDUAL_SEQ = "residual_seq"  # T of the residual stream, between sublayers
-ACT_EMBED = "act_embed"  # D of the residual stream, and of weights in use
 HEADS = "heads"  # N
 KV_HEADS = "kv_heads"  # K
 MLP = "mlp"  # F
 VOCAB = "vocab"  # V
 LAYERS = "layers"  # L, in front of every weight of the stacked layers
-DENSE_STACK = "dense_stack"  # likewise, of the first layers, if these have no experts
-EXPERT = "expert"  # E, of weights of experts
-ROUTER = "router"  # E, of the router
 HEAD_DIM = "head_dim"  # H
-POSITIONS = "positions"  # T, of a table of learned positions
-
-# A model's inputs and outputs: Muon skips matrices with these axes.
-MODEL_ENDS = ("vocab", "positions", "token_types", "inputs", "channels", "classes")
-MODEL_ENDS += ("words", "text_positions")
-MATRIX_STACKS = (LAYERS, DENSE_STACK, EXPERT)  # dims along which matrices are stacked
-RANKS = ("lora",)  # of adapters: one side of their matrices
 
 # Data parallel: every device has all weights; one all-reduce of all gradients per step.
 DP = {
@@ -88,18 +76,6 @@ FSDP_CP = {"embed": ("data", "seq")}
 # Pipeline: each device along `pipe` has L / pipe of the layers. Microbatches visit one after another,
 # and only their activations travel.
 PP = {"layers": "pipe"}
-
-
-def encoder_rules() -> dict[str, dict]:
-    """Strategy → the rules that it states, for models of few positions, which no strategy splits."""
-    return {
-        "dp": DP,
-        "zero1": DP | ZERO1,
-        "fsdp": DP | FSDP,
-        "tp": DP | TP,
-        "fsdp_tp": DP | FSDP | TP,
-        "hsdp_tp": HSDP | TP,
-    }
 
 
 def decoder_rules(*like_embed: str, like_heads: tuple[str, ...] = ()) -> dict[str, dict]:

@@ -8,6 +8,9 @@ import dataclasses
 from ..core.strategies import CP, DECODER, HEADS, PP, TP, decoder_rules, split_alike
 from ..options.dense_first import DENSE_STACK
 
+EXPERT = "expert"  # the logical axis of E, of weights of experts
+ROUTER = "router"  # that of the router's
+
 # Expert parallel: each device along `expert` has E / expert of the experts, and positions travel to
 # them and back: Slots[E, B_data_expert, D] → Slots[E_expert, B_data, D]. These are four all-to-alls
 # per layer and step, each of capacity · J · D per position. Dropless: see expert_exchange.exchange.

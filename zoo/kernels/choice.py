@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.layers import dot, is_target
+from ..core.layers import dot
 from ..core.sharding import constrain, device, mesh_axes, reshape, shards
 
 JOINABLE = ("flash", "splash", "triton")  # outputs for several parts of the keys can be joined
@@ -164,6 +164,16 @@ class Settings:
     devices: int = 1  # on the ring
     striped: bool = False  # whether device d of n has the positions d, d + n, d + 2n, …
     around: Any = None  # makes of a kernel's two functions those for the keys of all devices
+
+
+def is_target(logits_RMV: jax.Array, targets_RM: jax.Array) -> jax.Array:
+    """Where the logits of the targets are, bool [R, M, V]."""
+    return jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Limits x smoothly to ±cap (Bello et al. 2017); None: returns x."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def in_window(age, window: int | None, slack: int = 0):

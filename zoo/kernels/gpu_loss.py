@@ -1,14 +1,12 @@
 """Cross entropies on GPUs, from reading the logits once.
 
-vocabulary.py uses this file on a GPU that has the logits of all tokens.
-
 Shapes: R shards of B and T, M positions of one shard, V vocab.
 """
 
 import jax
 import jax.numpy as jnp
 
-from ..core.layers import is_target
+from .choice import is_target
 
 
 @jax.custom_vjp

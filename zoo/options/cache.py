@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..kernels.choice import NOT_SEEN
+from ..kernels.choice import NOT_SEEN, soft_cap
 from ..core.attention import AttentionInputs
-from ..core.layers import AttentionType, WeightInUse, dot, gather_positions, soft_cap
+from ..core.layers import AttentionType, WeightInUse, dot, gather_positions
 from ..core.sharding import auto, constrain, explicit, mesh_axes, reshape, shards
 from ..core.stack import fit_rules, layer_indices
 from ..core.vocabulary import Batch, unembed

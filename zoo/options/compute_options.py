@@ -13,7 +13,6 @@ from ..core.config import Compute, bounded, one_of
 from ..core.layers import AttentionType, RopeScaling
 from ..core.sharding import shards
 from ..core.vocabulary import Batch, Objective
-from ..kernels.choice import KERNELS
 from . import weights
 
 
@@ -35,8 +34,6 @@ class ComputeOptions(Compute):
     matmul_backward: str = one_of("", weights.MATMUL_GRADIENTS)
     # in which devices add gradients of weights: "float32"; "": dtype
     reduce_dtype: str = one_of("", weights.REDUCE_DTYPES)
-    # one of kernels.KERNELS; "auto": the best for the device
-    attention: str = one_of("auto", KERNELS)
     # how parts of T attend; "auto": all-to-all if there is a head for each
     context: str = one_of("auto", ("auto", "all-to-all", "ring"))
     # schedule of stages; "gpipe" keeps more activations and takes as long

@@ -1,4 +1,4 @@
-"""Parts of layers of GPT-2, BERT, ViT and towers: an MLP with GELU, and LayerNorm.
+"""An MLP with GELU, of GPT-2, BERT, ViT and towers.
 
 Shapes: B batch, T positions, D embed, F mlp.
 """
@@ -46,11 +46,3 @@ class GeluMLP(nnx.Module):
         hidden_BTF = add_bias(multiply(x_BTD, self.up), self.up_bias)
         out_BTD = multiply(self.activation(hidden_BTF), self.down, seq="residual_seq")
         return add_bias(out_BTD, self.down_bias)
-
-
-def layer_norm(dim: int, eps: float, dtype: str, use_bias: bool = True) -> nnx.LayerNorm:
-    """LayerNorm (Ba et al. 2016), computed in float32; returns `dtype`."""
-    names = {"out_sharding": ("norm",), "eager_sharding": False}
-    metadata = {"scale_metadata": names, "bias_metadata": names}
-    options = {"dtype": dtype, "use_fast_variance": False, "rngs": nnx.Rngs(0)}
-    return nnx.LayerNorm(dim, epsilon=eps, use_bias=use_bias, **metadata, **options)

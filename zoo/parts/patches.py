@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .gelu import GeluMLP, layer_norm
+from .gelu import GeluMLP
+from .norms import layer_norm
 from ..core.layers import add_bias, dot, multiply
 from ..core.sharding import AxisNames, constrain, explicit, param, reshape, shards, zeros
 from ..core.strategies import DECODER

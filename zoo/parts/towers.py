@@ -12,7 +12,8 @@ from flax import nnx
 
 from ..core.attention import make_inputs
 from ..options.compute_options import ComputeOptions
-from .gelu import GeluMLP, layer_norm
+from .gelu import GeluMLP
+from .norms import layer_norm
 from .general_attention import GeneralAttention
 from ..core.layers import AttentionType, add_output
 from ..core.sharding import constrain

@@ -8,8 +8,9 @@ from recipes.common.sharding import Layout
 from recipes.common.sharding.rules import target_axes
 from recipes.common.sharding.shape import AttentionShape
 from zoo.core.sharding import device, mesh_axes, shards
-from zoo.core.strategies import EXPERT, SEQ
+from zoo.core.strategies import SEQ
 from zoo.experts.exchange import exchanges
+from zoo.experts.expert_strategies import EXPERT
 from zoo.kernels.choice import Choice, Request, choose_kernel
 from zoo.options.quantization import has_float8
 from zoo.parallel.context import choose_exchange

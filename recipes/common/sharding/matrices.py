@@ -4,7 +4,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zoo.core.strategies import MATRIX_STACKS, MODEL_ENDS, RANKS
+from zoo.core.strategies import LAYERS
+from zoo.experts.expert_strategies import EXPERT
+from zoo.options.dense_first import DENSE_STACK
+
+# Logical axes of a model's inputs and outputs: Muon skips matrices with these.
+MODEL_ENDS = ("vocab", "positions", "token_types", "inputs", "channels", "classes")
+MODEL_ENDS += ("words", "text_positions")
+MATRIX_STACKS = (LAYERS, DENSE_STACK, EXPERT)  # dims along which matrices are stacked
+RANKS = ("lora",)  # of adapters: one side of their matrices
 
 ITERATIONS = 5  # of Newton-Schulz, each of three products
 

@@ -15,16 +15,16 @@ from recipes.common.runtime import UserError
 from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
 from zoo.core.sharding import AxisNames
 from zoo.core.strategies import (
-    EXPERT,
     HEADS,
     KV_HEADS,
     LAYERS,
-    POSITIONS,
     VOCAB,
 )
+from zoo.experts.expert_strategies import EXPERT
 from zoo.options.dense_first import DENSE_STACK
 from zoo.options.mtp import HEAD_PATH
 
+POSITIONS = "positions"  # the logical axis of learned positions
 # Of two towers: the stack of the layers of texts, with which paths of its other weights begin, and the
 # logical axis of its learned positions; and weights that are multiplied with one position.
 TEXT, TEXT_POSITIONS, TEXT_HEAD = "text", "text_positions", "text_head"

@@ -11,7 +11,8 @@ import optax.contrib
 from recipes.common.sharding import Layout, Tree
 from recipes.common.sharding.matrices import matrix_sides
 from recipes.common.train.muon import muon
-from zoo.core.strategies import EXPERT, HEAD_DIM, ROUTER
+from zoo.core.strategies import HEAD_DIM
+from zoo.experts.expert_strategies import EXPERT, ROUTER
 
 OPTIMIZERS = ("adamw", "lion", "sgd", "muon")
 

@@ -34,7 +34,7 @@ from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import Devices, parse_devices
 from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
 from recipes.instruments.plan.textbook import device_tokens, devices_of_a_row
-from zoo.core.strategies import EXPERT
+from zoo.experts.expert_strategies import EXPERT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from recipes.instruments.plan import memory, search, textbook
 from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.textbook import Transfer
-from zoo.core.strategies import EXPERT, HEADS, LAYERS
+from zoo.core.strategies import HEADS, LAYERS
+from zoo.experts.expert_strategies import EXPERT
 
 
 class Job(NamedTuple):

@@ -16,9 +16,10 @@ from recipes.common.sharding.shape import (
     RecurrenceShape,
 )
 from zoo.core.sharding import optimizer_axes
-from zoo.core.strategies import EXPERT, HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
+from zoo.core.strategies import HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
 from zoo.core.vocabulary import positions_at_once
 from zoo.experts.exchange import exchanges
+from zoo.experts.expert_strategies import EXPERT
 from zoo.experts.matmul import multiplies_groups
 from zoo.experts.slots import ROOM
 from zoo.kernels.flash import TILE

@@ -19,8 +19,9 @@ from recipes.common.sharding.rules import target_axes
 from recipes.common.sharding.shape import ExpertsShape
 from recipes.instruments.plan.memory import compute_bytes
 from zoo.core.sharding import device, optimizer_axes, shards
-from zoo.core.strategies import EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ
+from zoo.core.strategies import HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 from zoo.experts.exchange import exchanges
+from zoo.experts.expert_strategies import EXPERT
 from zoo.options.mtp import HEAD_PATH
 from zoo.parallel.context import choose_exchange
 from zoo.parallel.pipeline import microbatches, rounds, routes, ticks
