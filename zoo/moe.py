@@ -35,7 +35,7 @@ from .options.llama_options import LlamaOptions, embed_scaled, make_attention, m
 
 @dataclasses.dataclass(frozen=True)
 class Config(LlamaOptions):
-    """The architecture, with variant.LlamaOptions's switches. transformer.Config explains the fields
+    """The architecture, with LlamaOptions. transformer.Config explains the fields
     without a comment.
     """
 

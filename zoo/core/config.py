@@ -112,7 +112,7 @@ class Compute(Architecture):
     dtype: str = "float32"  # dtype of activations and matmuls; parameters, norms and loss: float32
     # what a layer keeps for its backward pass, see stack.REMAT_POLICIES
     remat: str = one_of("full", REMAT_POLICIES)
-    # one of kernels.KERNELS; "auto": the best for the device
+    # one of choice.KERNELS; "auto": the best for the device
     attention: str = one_of("auto", KERNELS)
     loss_chunk: int = 256  # positions of a sequence with logits at once; see positions_at_once
     unroll: int = 1  # layers per scan iteration; unrolling all: 1 to 6% faster, slower to compile

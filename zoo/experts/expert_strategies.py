@@ -13,7 +13,7 @@ ROUTER = "router"  # that of the router's
 
 # Expert parallel: each device along `expert` has E / expert of the experts, and positions travel to
 # them and back: Slots[E, B_data_expert, D] → Slots[E_expert, B_data, D]. These are four all-to-alls
-# per layer and step, each of capacity · J · D per position. Dropless: see expert_exchange.exchange.
+# per layer and step, each of capacity · J · D per position. Dropless: see exchange.exchange.
 EP = {"batch": ("data", "expert"), "expert": "expert"}
 
 # ZeRO-3 with expert parallelism: experts are split over `expert` and `data`, other weights over all

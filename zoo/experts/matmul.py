@@ -43,7 +43,7 @@ class ExpertMatmul:
 class LocalExperts:
     """The experts on a device."""
 
-    compute: Callable  # see `expert` of experts.mix
+    compute: Callable  # see `expert` of mixture.mix
     weights: tuple  # [E here, ...]
     number: int  # E
     split: dict[str, tuple[str, ...]]  # logical axis → the mesh axes that split it

@@ -1,7 +1,6 @@
 """cuDNN's attention kernel, for NVIDIA GPUs.
 
-attention.py uses this file on GPUs, so a model can be copied without it for other devices. JAX has
-no public function for packed rows or for sinks, so this file binds the primitives behind
+JAX has no public function for packed rows or for sinks, so this file binds the primitives behind
 jax.nn.dot_product_attention.
 
 Shapes: B batch, T positions, N heads, K kv heads, H head dim, X = B · T, P documents of a pass.

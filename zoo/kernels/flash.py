@@ -1,8 +1,5 @@
 """Attention block by block: `flash`, for any platform, and derivatives, of splash.py and triton.py too.
 
-attention.py uses this file for other kernels than XLA's and cuDNN's, so a model can be copied without
-it for short rows on CPUs.
-
 Shapes: B batch, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim. In
 tiles, X = B · K.
 """
@@ -20,7 +17,7 @@ TILE = 512  # queries, and keys, of one step of `flash`
 
 
 def attend_by_blocks(kernel: str, settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
-    """One device's part of attention.attend by one of kernels.JOINABLE: [B, T, N, H]."""
+    """One device's part of attention.attend by one of choice.JOINABLE: [B, T, N, H]."""
     T = settings.positions
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32)

@@ -1,7 +1,5 @@
 """Splash attention: JAX's Pallas kernel for TPUs.
 
-flash.py uses this file on TPUs, so a model can be copied without it for other devices.
-
 Shapes: B batch, T positions, N heads, H head dim.
 """
 

@@ -1,7 +1,7 @@
 """Attention on NVIDIA GPUs from Ampere on, by kernels that Pallas compiles with Triton.
 
-flash.py uses this file where cuDNN has no kernel, so a model can be copied without it for other
-devices. JAX 0.12 deprecates Pallas' Triton, but has nothing else for Ampere.
+They serve where cuDNN has no kernel. JAX 0.12 deprecates Pallas' Triton, but has nothing else for
+Ampere.
 
 Shapes: B batch, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim. Inside
 kernels, T and S are those of a block; names with G are of whole rows.

@@ -233,7 +233,7 @@ def of_experts(expert, split, weights, axes, dtype):
     """(a function like `expert` that multiplies in low precision, arrays for it, their axes).
 
     Args:
-      expert: see experts.mix; split: logical axis → mesh axes; axes: of each weight; dtype: of
+      expert: see mixture.mix; split: logical axis → mesh axes; axes: of each weight; dtype: of
         rows, and of weights that are not rounded.
     """
 

@@ -3,7 +3,7 @@
 A row of activations has a scale, and so has a column of a weight: the largest magnitude over the
 dims that the product contracts, on all devices. Gradients are those of the rounded numbers' product,
 as in qwix: a scale that varies along a contracted dim is multiplied into the gradient before that
-is rounded too. low_precision.py uses this file for the matmuls of layers.
+is rounded too.
 
 Shapes: B batch, T positions, E experts (1 for other weights), M rows, K contracted, N columns.
 """

@@ -111,7 +111,7 @@ def hops_of(settings: Settings) -> int:
 
 
 def offset_of(settings: Settings, hop):
-    """The offset between queries and keys that came `hop` devices, as in kernels.flash."""
+    """The offset between queries and keys that came `hop` devices, as in flash.flash."""
     here = jax.lax.axis_index(settings.ring)
     there = (here - hop) % settings.devices
     return (
@@ -128,7 +128,7 @@ def send(settings: Settings, arrays, hops: int):
 
 
 def around_ring(outputs, gradients):
-    """The two functions of a kernel (one of kernels.JOINABLE), for the keys and values of all devices."""
+    """The two functions of a kernel (one of choice.JOINABLE), for the keys and values of all devices."""
     return functools.partial(_outputs, outputs), functools.partial(_gradients, gradients)
 
 

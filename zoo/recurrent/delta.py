@@ -239,16 +239,16 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
     return outputs
 
 
-def run_group(kernel_WF, keys: tuple, values: tuple, past, positions):
-    """Positions computed at once: (the new `past`, outputs).
+def run_group(kernel_WF, keys: tuple, values: tuple, before, positions):
+    """Positions computed at once: (the new `before`, outputs).
 
     Args:
       keys: (G, K); values: (N, V).
-      past: the state, and the inputs of the convolution before these positions with their ids.
+      before: the state, and the inputs of the convolution before these positions with their ids.
       positions: inputs of the convolution, logarithms of decays, writes and ids.
     """
     (G, K), (N, V) = keys, values
-    state, inputs, ids_before = past
+    state, inputs, ids_before = before
     x_BTF, log_decay, write, ids_BT = positions
     width = len(kernel_WF) - 1
     x = jnp.concatenate((inputs, x_BTF), axis=1)

@@ -1,7 +1,6 @@
 """Context parallelism of gated delta networks: a state that travels from device to device.
 
-delta.py uses this file if the rules split the positions of a row (`seq`), so a model can be copied
-without it. What a device's positions do to a state, and what they read of it, is affine: a device
+delta.py needs it if rules split the positions of a row (`seq`). What a device's positions do to a state, and what they read of it, is affine: a device
 computes both before it knows its state, as columns of a wider one. Devices compose their maps in
 log(n) steps, so each learns the state that it starts from. What is sent doesn't grow with T.
 
