@@ -48,7 +48,7 @@ from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from zoo import moe, qwen3_next
 from zoo.experts.mixture import EXPERT_REMAT
-from zoo.experts.slots import ROOM
+from zoo.experts.slots import CAPACITY
 from zoo.kernels import splash
 from zoo.llama_relatives import Config, Transformer
 from zoo.moe import MoE
@@ -377,7 +377,7 @@ def test_only_experts_with_a_capacity_compute_empty_slots():
     slots = matmuls(2.0, *rows) - matmuls(1.0, *rows)  # one for each choice
     assert slots > 0
     assert matmuls(1.0, *parts) == pytest.approx(matmuls(1.0, *rows) + 3 * slots)
-    assert matmuls(None, *rows, "h100") == pytest.approx(matmuls(ROOM, *rows, "h100"))
+    assert matmuls(None, *rows, "h100") == pytest.approx(matmuls(CAPACITY, *rows, "h100"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .exchange import exchange, exchanges
 from .matmul import LocalExperts, run_experts
-from .slots import count_devices, spread, unite, varying, varying_axes, weighted
+from .slots import count_devices, scatter_rows, combine, varying, varying_axes, weighted
 
 
 class Choice(NamedTuple):
@@ -55,17 +55,17 @@ def by_capacity(experts: LocalExperts, slots: int, x_BTD, choice: Choice) -> jax
             y_EBUD = jax.lax.all_to_all(y_EBUD, split["expert"], 0, 1, tiled=True)
         return checkpoint_name(y_EBUD.reshape(len(y_EBUD), -1, y_EBUD.shape[-1]), "dispatched")
 
-    x_EMD = send(spread(x_BTD, token_BM, slot_BTJ))
+    x_EMD = send(scatter_rows(x_BTD, token_BM, slot_BTJ))
     weight_BM1 = weight_BTJ.reshape(B, T * J, 1)
     # Weights travel too, so that their gradient does not need the outputs that come back.
-    weight_EM1 = send(spread(weight_BM1, choice_BM, slot_BTJ.reshape(B, T * J, 1)))
+    weight_EM1 = send(scatter_rows(weight_BM1, choice_BM, slot_BTJ.reshape(B, T * J, 1)))
     out_EMD = weighted(experts(x_EMD), weight_EM1)
     out_EBUD = out_EMD.reshape(len(out_EMD), -1, U, out_EMD.shape[-1])
     if split["expert"]:
         out_EBUD = jax.lax.all_to_all(out_EBUD, split["expert"], 1, 0, tiled=True)
     out_BMD = out_EBUD.swapaxes(0, 1).reshape(B, E * U, -1)
-    # Summed after `unite`, J times fewer bytes than before.
-    return sum_shards(unite(out_BMD, slot_BTJ, token_BM), split)
+    # Summed after `combine`, J times fewer bytes than before.
+    return sum_shards(combine(out_BMD, slot_BTJ, token_BM), split)
 
 
 def choices_in_slots(expert_BTJ, E: int, U: int) -> jax.Array:
@@ -99,7 +99,7 @@ def dropless(experts: LocalExperts, x_BTD, choice: Choice, load_limit: float = 0
     expert_NJ = expert_BTJ.reshape(B * T, J)
     weight_NJ = weight_BTJ.reshape(B * T, J)
     if exchanges(count_devices(axes), J, load_limit):
-        if not experts.sums_gradients:  # they are summed once, over all turns
+        if not experts.sums_gradients:  # they are summed once, over all rounds
             weights = varying(varying_axes(x_ND), *experts.weights)
             experts = dataclasses.replace(experts, weights=tuple(weights))
         out_ND = exchange(experts, x_ND, expert_NJ, weight_NJ, load_limit)

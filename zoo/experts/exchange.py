@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .matmul import LocalExperts, run_experts
 from ..core.sharding import device
 from .slots import (
-    ROOM, before, count_devices, further_turns, on_all_devices, spread, take_rows, unite, varying,
+    CAPACITY, before, count_devices, further_rounds, on_all_devices, scatter_rows, take_rows, combine, varying,
     varying_axes,
 )  # fmt: skip
 
@@ -28,8 +28,8 @@ class Route(NamedTuple):
 
     expert_NJ: jax.Array
     device_NJ: jax.Array  # of the expert
-    turn_NJ: jax.Array  # in which the row goes there; -1: with an earlier choice of the row
-    turns: jax.Array  # the number of turns, the same on all devices
+    round_NJ: jax.Array  # in which the row goes there; -1: with an earlier choice of the row
+    rounds: jax.Array  # the number of rounds, the same on all devices
 
 
 def exchanges(devices: int, choices: int, load_limit: float = 0.0) -> bool:
@@ -37,36 +37,36 @@ def exchanges(devices: int, choices: int, load_limit: float = 0.0) -> bool:
 
     No device gets a row twice, so an exchange never sends more than a gather. Over more than two
     devices a random choice sends fewer bytes: of 8 experts over 8 devices, 0.66 of a gather's. And a
-    device holds ROOM times an even load, instead of `devices` times. Two devices get nearly all rows
+    device holds CAPACITY times an even load, instead of `devices` times. Two devices get nearly all rows
     anyway; then a gather is simpler. A limit is one of the exchange.
     """
     return devices > 2 or choices < devices or (load_limit > 0 and devices > 1)
 
 
-def take_turns(expert_NJ, here: int, axes: tuple[str, ...], load_limit: float):
-    """The turn in which each choice is computed, on the device of its expert.
+def take_rounds(expert_NJ, here: int, axes: tuple[str, ...], load_limit: float):
+    """The round in which each choice is computed, on the device of its expert.
 
     Devices take choices in the order of source devices and rows. Those of a row on one device have
-    the same turn.
+    the same round.
 
     Args:
       here: experts of a device.
 
-    Returns: (device_NJ, turn_NJ, counts of choices [P, P] by source and target, choices of a turn).
+    Returns: (device_NJ, round_NJ, counts of choices [P, P] by source and target, choices of a round).
     """
     N, J = expert_NJ.shape
     P = count_devices(axes)
-    room = min(math.ceil((load_limit or ROOM) * N * J), P * N * J)
+    capacity = min(math.ceil((load_limit or CAPACITY) * N * J), P * N * J)
     device_NJ = expert_NJ // here
     taken_NP = (device_NJ[..., None] == jnp.arange(P)[None, None]).sum(axis=1)
     taken_PP = jax.lax.all_gather(taken_NP.sum(axis=0), axes)
     first_NP = before(taken_PP)[jax.lax.axis_index(axes)][None] + before(taken_NP)
-    turn_NJ = jnp.take_along_axis(first_NP // room, device_NJ, axis=1)
-    return device_NJ, turn_NJ, taken_PP, room
+    round_NJ = jnp.take_along_axis(first_NP // capacity, device_NJ, axis=1)
+    return device_NJ, round_NJ, taken_PP, capacity
 
 
 def over_limit(expert_BTJ, number: int, axes: tuple[str, ...], load_limit: float) -> jax.Array:
-    """Whether `dropless` drops a choice, because a device computes a single turn: [B, T, J].
+    """Whether `dropless` drops a choice, because a device computes a single round: [B, T, J].
 
     Runs on one device. No output depends on later positions of its row; a batch's last rows are
     dropped first.
@@ -77,39 +77,39 @@ def over_limit(expert_BTJ, number: int, axes: tuple[str, ...], load_limit: float
     if not exchanges(count_devices(axes), expert_BTJ.shape[-1], load_limit):
         return jnp.zeros(expert_BTJ.shape, bool)
     expert_NJ = expert_BTJ.reshape(-1, expert_BTJ.shape[-1])
-    turn_NJ = take_turns(expert_NJ, number // count_devices(axes), axes, load_limit)[1]
-    return (turn_NJ > 0).reshape(expert_BTJ.shape)
+    round_NJ = take_rounds(expert_NJ, number // count_devices(axes), axes, load_limit)[1]
+    return (round_NJ > 0).reshape(expert_BTJ.shape)
 
 
 def exchange(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, load_limit: float) -> jax.Array:
     """Each row's weighted sum of its experts' outputs, which other devices compute, [N, D].
 
-    A device computes the choices of its experts in turns, so its memory does not depend on the load.
-    Mostly one turn is enough; with a limit there is one.
+    A device computes the choices of its experts in rounds, so its memory does not depend on the load.
+    Mostly one round is enough; with a limit there is one.
     """
     J = expert_NJ.shape[1]
     axes = experts.split["expert"]
-    device_NJ, turn_NJ, taken_PP, room = take_turns(expert_NJ, experts.here, axes, load_limit)
+    device_NJ, round_NJ, taken_PP, capacity = take_rounds(expert_NJ, experts.here, axes, load_limit)
     same_NJJ = device_NJ[:, :, None] == device_NJ[:, None]
     is_first_NJ = ~(same_NJJ & jnp.tri(J, k=-1, dtype=bool)[None]).any(axis=-1)
-    turns = on_all_devices(-(-taken_PP.sum(axis=0).max() // room))
-    route = Route(expert_NJ, device_NJ, jnp.where(is_first_NJ, turn_NJ, -1), turns)
-    run_turn = functools.partial(one_turn, experts, room)
-    first_ND = run_turn(jnp.int32(0), route, x_ND, weight_NJ, experts.weights)
+    rounds = on_all_devices(-(-taken_PP.sum(axis=0).max() // capacity))
+    route = Route(expert_NJ, device_NJ, jnp.where(is_first_NJ, round_NJ, -1), rounds)
+    run_round = functools.partial(one_round, experts, capacity)
+    first_ND = run_round(jnp.int32(0), route, x_ND, weight_NJ, experts.weights)
     if load_limit:
         return first_ND
-    return first_ND + further_turns(run_turn, route, x_ND, weight_NJ, experts.weights)
+    return first_ND + further_rounds(run_round, route, x_ND, weight_NJ, experts.weights)
 
 
-def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_NJ, weights):
-    """The part of `exchange` that devices compute in a turn, [N, D]."""
+def one_round(experts: LocalExperts, capacity: int, round, route: Route, x_ND, weight_NJ, weights):
+    """The part of `exchange` that devices compute in a round, [N, D]."""
     experts = dataclasses.replace(experts, weights=weights)
     axes = experts.split["expert"]
     N, J = weight_NJ.shape
     P = count_devices(axes)
     leaving = N * min(J, P)  # no device gets a row twice
-    arriving = min(room, N * P)
-    sent_NJ = route.turn_NJ == turn
+    arriving = min(capacity, N * P)
+    sent_NJ = route.round_NJ == round
     devices_11P = jnp.arange(P)[None, None]
     sent_NP = (sent_NJ[..., None] & (route.device_NJ[..., None] == devices_11P)).sum(axis=1)
     counts_PP = jax.lax.all_gather(sent_NP.sum(axis=0), axes)  # rows, by source and target
@@ -121,7 +121,7 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     row_M = jnp.where(jnp.arange(leaving) < sent_NP.sum(), order_M // J, -1)
 
     def send(y_N):  # [N, ...] → [C, ...], the rows that arrive here
-        y_M = spread(y_N[None], row_M[None], place_NJ[None])[0]
+        y_M = scatter_rows(y_N[None], row_M[None], place_NJ[None])[0]
         return checkpoint_name(move(y_M, counts_PP, axes, (leaving, arriving), N), "dispatched")
 
     x_CD = send(x_ND)
@@ -130,10 +130,10 @@ def one_turn(experts: LocalExperts, room: int, turn, route: Route, x_ND, weight_
     both_CJ = send(jnp.concatenate((route.expert_NJ.astype(weight_NJ.dtype), weight_NJ), axis=1))
     is_row_C1 = (jnp.arange(arriving) < counts_PP[:, me].sum())[:, None]
     expert_CJ = jnp.where(is_row_C1, both_CJ[:, :J].astype(jnp.int32) - me * experts.here, -1)
-    # The choices of the turn's last row may go beyond the room.
-    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], N * J, slots=room + J - 1)
+    # The choices of the round's last row may go beyond the capacity.
+    out_CD = run_experts(experts, x_CD, expert_CJ, both_CJ[:, J:], N * J, slots=capacity + J - 1)
     out_MD = jnp.asarray(move(out_CD, counts_PP.T, axes, (arriving, leaving), N))
-    return unite(out_MD[None], place_NJ[None], row_M[None])[0]
+    return combine(out_MD[None], place_NJ[None], row_M[None])[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

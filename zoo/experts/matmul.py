@@ -3,7 +3,7 @@
 These functions run on one device, inside jax.shard_map.
 
 Shapes: D embed, E experts, J experts per row, U slots of an expert, M slots or choices, N rows before
-`spread`; of products: K and N, a weight's sides.
+`scatter_rows`; of products: K and N, a weight's sides.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from ..core.sharding import device
 from .slots import (
-    ROOM, before, count_devices, further_turns, on_all_devices, spread, unite, varying, varying_axes,
+    CAPACITY, before, count_devices, further_rounds, on_all_devices, scatter_rows, combine, varying, varying_axes,
     weighted,
 )  # fmt: skip
 
@@ -130,9 +130,9 @@ def run_experts(experts: LocalExperts, x_ND, expert_NJ, weight_NJ, even: float, 
     slot_M = jnp.argsort(order_M)
     sizes_E = (here_M[:, None] == jnp.arange(E)[None]).sum(axis=0).astype(jnp.int32)
     if not multiplies_groups():
-        rows = min(len(x_ND), max(ROWS, math.ceil(ROOM * even / E)))  # of few, a turn has all
-        turns = on_all_devices(-(-sizes_E.max() // rows))
-        chosen = Chosen(here_M, order_M, slot_M, sizes_E, turns)
+        rows = min(len(x_ND), max(ROWS, math.ceil(CAPACITY * even / E)))  # of few, a round has all
+        rounds = on_all_devices(-(-sizes_E.max() // rows))
+        chosen = Chosen(here_M, order_M, slot_M, sizes_E, rounds)
         return in_batches(experts, rows, chosen, x_ND, weight_NJ)
     # Mask those choices: ragged_dot's output outside of all groups is undefined.
     slot_M = jnp.where(here_M < E, slot_M, -1)
@@ -154,12 +154,14 @@ def run_slots(experts: LocalExperts, x_ND, weight_NJ, choice_M, slot_M, sizes_E=
     N, J = weight_NJ.shape
     token_1M = choice_M[None] // J
     slot_1NJ = slot_M.reshape(1, N, J)
-    x_MD = spread(x_ND[None], token_1M, slot_1NJ)[0]
-    weight_M1 = spread(weight_NJ.reshape(1, -1, 1), choice_M[None], slot_M.reshape(1, -1, 1))[0]
+    x_MD = scatter_rows(x_ND[None], token_1M, slot_1NJ)[0]
+    weight_M1 = scatter_rows(weight_NJ.reshape(1, -1, 1), choice_M[None], slot_M.reshape(1, -1, 1))[
+        0
+    ]
     if sizes_E is None:
         x_MD = x_MD.reshape(experts.here, -1, x_MD.shape[-1])
     out_MD = experts(x_MD, sizes_E).reshape(len(weight_M1), -1)
-    return unite(weighted(out_MD, weight_M1)[None], slot_1NJ, token_1M)[0]
+    return combine(weighted(out_MD, weight_M1)[None], slot_1NJ, token_1M)[0]
 
 
 class Chosen(NamedTuple):
@@ -169,7 +171,7 @@ class Chosen(NamedTuple):
     order_M: jax.Array  # the choices, sorted by expert
     place_M: jax.Array  # of each choice in that order
     sizes_E: jax.Array  # choices of each expert
-    turns: jax.Array  # the number of turns, the same on all devices
+    rounds: jax.Array  # the number of rounds, the same on all devices
 
 
 def multiplies_groups() -> bool:
@@ -181,29 +183,29 @@ def multiplies_groups() -> bool:
 
 
 def in_batches(experts: LocalExperts, rows: int, chosen: Chosen, x_ND, weight_NJ) -> jax.Array:
-    """`run_experts` by batched products: in a turn, each expert computes `rows` of its rows.
+    """`run_experts` by batched products: in a round, each expert computes `rows` of its rows.
 
-    Mostly one turn is enough.
+    Mostly one round is enough.
     """
     weights = experts.weights
-    if not experts.sums_gradients:  # they are summed once, over all turns
+    if not experts.sums_gradients:  # they are summed once, over all rounds
         weights = tuple(varying(varying_axes(x_ND), *weights))
-    run_turn = functools.partial(one_batch, experts, rows)
-    first_ND = run_turn(jnp.int32(0), chosen, x_ND, weight_NJ, weights)
+    run_round = functools.partial(one_batch, experts, rows)
+    first_ND = run_round(jnp.int32(0), chosen, x_ND, weight_NJ, weights)
     if rows == len(x_ND):
         return first_ND
-    return first_ND + further_turns(run_turn, chosen, x_ND, weight_NJ, weights)
+    return first_ND + further_rounds(run_round, chosen, x_ND, weight_NJ, weights)
 
 
-def one_batch(experts: LocalExperts, rows: int, turn, chosen: Chosen, x_ND, weight_NJ, weights):
-    """The part of `in_batches` that experts compute in a turn, [N, D]."""
+def one_batch(experts: LocalExperts, rows: int, round, chosen: Chosen, x_ND, weight_NJ, weights):
+    """The part of `in_batches` that experts compute in a round, [N, D]."""
     E = experts.here
     first_E = before(chosen.sizes_E)
-    number_1U = turn * rows + jnp.arange(rows)[None]
+    number_1U = round * rows + jnp.arange(rows)[None]
     place_EU = jnp.minimum(first_E[:, None] + number_1U, len(chosen.order_M) - 1)
     choice_EU = jnp.where(number_1U < chosen.sizes_E[:, None], chosen.order_M[place_EU], -1)
     number_M = chosen.place_M - first_E[jnp.minimum(chosen.expert_M, E - 1)]
-    slot_M = chosen.expert_M * rows + number_M - turn * rows
-    slot_M = jnp.where((chosen.expert_M < E) & (number_M // rows == turn), slot_M, -1)
+    slot_M = chosen.expert_M * rows + number_M - round * rows
+    slot_M = jnp.where((chosen.expert_M < E) & (number_M // rows == round), slot_M, -1)
     experts = dataclasses.replace(experts, weights=weights)
     return run_slots(experts, x_ND, weight_NJ, choice_EU.reshape(-1), slot_M)

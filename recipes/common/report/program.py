@@ -40,7 +40,7 @@ def called(line: str) -> Iterator[tuple[str, str]]:
 def trips(line: str, lines: list[str], computations: dict[str, list[str]]) -> int:
     """Iterations of a while loop among `lines`: XLA's own note, or from its counter's constants.
 
-    0 if data decides: slots.further_turns runs for few loads.
+    0 if data decides: slots.further_rounds runs for few loads.
     """
     noted = re.search(r"known_trip_count\W+n\W+(\d+)", line)
     if noted:

@@ -45,7 +45,7 @@ from recipes.instruments.plan.textbook import (
 )
 from zoo.core.sharding import device
 from zoo.core.strategies import RESIDUAL_SEQ
-from zoo.experts.slots import ROOM
+from zoo.experts.slots import CAPACITY
 from zoo.kernels.choice import block_of
 from zoo.kernels.splash import visited_blocks
 from zoo.parallel.pipeline import microbatches, rounds, ticks
@@ -295,7 +295,7 @@ def _work(layout: Layout, accumulate: int = 1) -> Work:
         if experts.capacity:  # empty slots are computed too, as many for each part of a row
             matmuls += of_tokens * (experts.capacity * layout.seq_shards - 1)
         elif multiplies_batches(layout, experts):
-            matmuls += of_tokens * (ROOM - 1)
+            matmuls += of_tokens * (CAPACITY - 1)
     again = repeats_matmuls * matmuls * 2 / each
     low = _in_low_precision(shape, matmuls, again)
     in_groups = any(  # whose backward pass computes each group once more

@@ -21,7 +21,7 @@ from zoo.core.vocabulary import positions_at_once
 from zoo.experts.exchange import exchanges
 from zoo.experts.expert_strategies import EXPERT
 from zoo.experts.matmul import multiplies_groups
-from zoo.experts.slots import ROOM
+from zoo.experts.slots import CAPACITY
 from zoo.kernels.flash import TILE
 from zoo.kernels.splash import count_partial_gradients
 from zoo.parallel.context import choose_exchange
@@ -296,9 +296,9 @@ def expert_slots(layout: Layout, experts: ExpertsShape) -> float:
         return experts.slots
     times = layout.count_shards(EXPERT)
     if travels(layout, experts):
-        times = experts.load_limit or ROOM
+        times = experts.load_limit or CAPACITY
     elif multiplies_batches(layout, experts):
-        times = ROOM
+        times = CAPACITY
     return times * experts.per_token
 
 
