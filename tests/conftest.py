@@ -26,6 +26,7 @@ from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from recipes.common.entries import ENTRIES  # noqa: E402
 from recipes.common.runtime import preemption  # noqa: E402
+from tests.support import durations  # noqa: E402
 from tests.support.quick import XLA_FLAGS  # noqa: E402
 
 # Two NaN aren't equal: a test that compares nothing must fail.
@@ -48,6 +49,7 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
     parser.addoption("--promise", metavar="NAME", help="run the tests of one promise of README.md")
     parser.addoption("--promises", action="store_true", help="list the promises and their tests")
+    parser.addoption("--durations-file", metavar="FILE", help="write what each test costs")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -65,6 +67,10 @@ def pytest_configure(config):
     )
     config.addinivalue_line("markers", "full: only in the complete proof, pytest --full")
     config.option.loadscopereorder = False  # the order below, not by number of tests
+    if path := config.getoption("--durations-file"):
+        config.pluginmanager.register(durations.Recorder())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(durations.Writer(path))
     # XLA reads its flags once. Compiling takes longer here than running what is compiled.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", XLA_FLAGS)
@@ -264,7 +270,7 @@ def inside(monkeypatch, capfd):
 def book(tmp_path_factory):
     """A small text that keeps evaluation short: the Transformer's file and its longest parts."""
     path = tmp_path_factory.mktemp("text") / "book.txt"
-    chapters = ("transformer", "attention", "layers")
+    chapters = ("transformer", "core/attention", "core/layers")
     path.write_text("".join((ROOT / "zoo" / f"{name}.py").read_text() for name in chapters))
     return f"--dataset={path}"
 
