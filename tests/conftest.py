@@ -1,4 +1,4 @@
-"""Two tiers, one worker per core, eight simulated devices each, strict JAX, private caches."""
+"""Three tiers, one worker per core, eight simulated devices each, strict JAX, private caches."""
 
 import fcntl
 import functools
@@ -21,12 +21,11 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from jax._src.lru_cache import LRUCache  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from recipes.common.entries import ENTRIES  # noqa: E402
 from recipes.common.runtime import preemption  # noqa: E402
-from tests.support import durations  # noqa: E402
+from tests.support import durations, programs  # noqa: E402
 from tests.support.quick import XLA_FLAGS  # noqa: E402
 
 # Two NaN aren't equal: a test that compares nothing must fail.
@@ -35,12 +34,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 
 
-# ---- two tiers -----------------------------------------------------------------------------------
+# ---- three tiers ---------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run every test, not one case each")
     parser.addoption(
-        "--full", action="store_true", help="run the complete proof, not one case each"
+        "--release",
+        action="store_true",
+        help="also every strategy on every mesh: what PROOF.md shows",
     )
     parser.addoption("--kills", type=int, default=3, help="how often test_crashes.py kills a run")
     parser.addoption(
@@ -65,8 +67,12 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "promise(name): the promise of tests/README.md that it keeps"
     )
-    config.addinivalue_line("markers", "full: only in the complete proof, pytest --full")
+    config.addinivalue_line("markers", "full: only with pytest --full")
+    config.addinivalue_line("markers", "release: only with pytest --release")
     config.option.loadscopereorder = False  # the order below, not by number of tests
+    programs.install()
+    if not hasattr(config, "workerinput"):
+        programs.clear_old()
     if path := config.getoption("--durations-file"):
         config.pluginmanager.register(durations.Recorder())
         if not hasattr(config, "workerinput"):
@@ -77,16 +83,15 @@ def pytest_configure(config):
         jax.devices()
 
 
-def full_except(cases: Iterable, fast: Iterable) -> list:
-    """Returns cases for parametrize; those not in `fast` are marked full."""
-    fast = list(fast)
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=() if case in fast else pytest.mark.full,
-        )
-        for case in cases
-    ]
+def full_except(cases: Iterable, fast: Iterable, release: Iterable = ()) -> list:
+    """Returns cases for parametrize; those not in `fast` are marked full, some of them release."""
+    fast, release = list(fast), list(release)
+    params = []
+    for case in cases:
+        slow = pytest.mark.release if case in release else pytest.mark.full
+        values = case if isinstance(case, tuple) else (case,)
+        params.append(pytest.param(*values, marks=() if case in fast else slow))
+    return params
 
 
 def pytest_collection_finish():
@@ -114,13 +119,15 @@ LONG += ("published", "copy", "odd_sizes", "watching", "evaluate", "run_tokenize
 
 
 def pytest_collection_modifyitems(config, items):
-    full = config.getoption("--full") or _by_name(config)
+    release = config.getoption("--release") or _by_name(config)
+    full = release or config.getoption("--full")
     promise = config.getoption("--promise")
 
     def chosen(item) -> bool:
         marker = item.get_closest_marker("promise")
         is_kept = not promise or (marker is not None and marker.args == (promise,))
-        return is_kept and (full or not item.get_closest_marker("full"))
+        is_in_tier = full or not item.get_closest_marker("full")
+        return is_kept and is_in_tier and (release or not item.get_closest_marker("release"))
 
     config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
     items[:] = [item for item in items if chosen(item)]
@@ -191,15 +198,9 @@ def named_lines():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """A cache folder for each worker and its subprocesses; workers share what they compile."""
-    folder, every = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
-    every = every.parent if "PYTEST_XDIST_WORKER" in os.environ else every
+    """A cache folder for each worker and its subprocesses, empty at first."""
+    folder = tmp_path_factory.mktemp("cache")
     os.environ["ZOO_CACHE"] = str(folder)
-    jax.config.update("jax_compilation_cache_dir", str(every / "xla"))
-    jax.config.update("jax_compilation_cache_max_size", 2**33)  # with a limit, JAX locks the folder
-    # To stay within it, JAX would read the times of all entries before it writes one: 0.1 s of 2,000.
-    pytest.MonkeyPatch().setattr(LRUCache, "_evict_if_needed", lambda *_, **__: None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return folder
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from recipes.common import checkpoint
+from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import Layout, Tree, shardings
 from recipes.common.sharding.rules import used_axes
@@ -45,6 +46,8 @@ from tests.support.entries import (
     FAMILY_CASES,
     FAST,
     FAST_CASES,
+    FULL_CASES,
+    MANY_CASES,
     OPTIMIZER,
     compiled_step,
     with_case,
@@ -112,6 +115,34 @@ def test_strategies_fit_the_reviewed_meshes(entry, golden):
     golden("fits.txt", "".join(f"{' '.join(case)}\n" for case in cases), part=entry)
 
 
+def parallelisms(strategy: str, mesh: str) -> set[str]:
+    """What a strategy does on a mesh: the parallelisms whose mesh axes have a size above 1."""
+    sizes = dict(make_mesh(mesh).shape)
+    axes = {
+        "dp": "data",
+        "zero1": "data",
+        "fsdp": "data",
+        "hsdp": "fsdp",
+        "tp": "model",
+        "sp": "model",
+    }
+    axes |= {"cp": "seq", "pp": "pipe", "ep": "expert"}
+    return {part for part in {"dp", *strategy.split("_")} if sizes.get(axes[part], 1) > 1}
+
+
+@pytest.mark.parametrize("entry", MANY_CASES)
+def test_every_pair_of_parallelisms_is_in_the_full_tier(entry):
+    """And every strategy: of all that a release proves."""
+
+    def proven(cases) -> tuple[set, set]:
+        of_entry = [(strategy, mesh) for name, strategy, mesh in cases if name == entry]
+        active = [sorted(parallelisms(*case)) for case in of_entry]
+        pairs = {pair for parts in active for pair in itertools.combinations(parts, 2)}
+        return pairs, {strategy for strategy, _ in of_entry}
+
+    assert proven(FULL_CASES) == proven(CASES)
+
+
 @pytest.mark.parametrize("entry", full_except(ENTRIES, list(ENTRIES)[:1]))
 def test_one_device_is_the_module_itself(entry):
     """The 1x1 run, the reference for all others, equals the plain module without a mesh."""
@@ -143,7 +174,12 @@ def test_one_device_is_the_module_itself(entry):
         assert found.relative < GRADIENT_TOLERANCE, path
 
 
-@pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES))
+RELEASE_CASES = [case for case in CASES if case not in FULL_CASES]
+
+
+@pytest.mark.parametrize(
+    ("entry", "strategy", "mesh"), full_except(CASES, FAST_CASES, RELEASE_CASES)
+)
 def test_same_start_losses_and_gradients(entry, strategy, mesh, golden):
     is_long = ENTRIES[entry].is_long(strategy, mesh)
     one = reference(entry, is_long)
@@ -170,7 +206,7 @@ def test_differences_are_recorded(entry, golden):
     cases = [" ".join(case) for case in CASES if case[0] == entry]
     if golden.update:  # other workers are still measuring some
         cases = [case for case in cases if case in record]
-    assert list(record) == cases, "run with --full --update-golden"
+    assert list(record) == cases, "run with --release --update-golden"
     assert max((case["loss"] for case in record.values()), default=0) < LOSS_TOLERANCE
     assert max((case["gradient"] for case in record.values()), default=0) < GRADIENT_TOLERANCE
 
@@ -320,6 +356,12 @@ OTHER_PAIRS = [
     (MOST_MESHES, *pair) for pair in itertools.product(ENTRIES[MOST_MESHES].meshes, repeat=2)
 ]
 FAST_PAIRS = [(entry, FAST, pairs(entry)[FAST]) for entry, *_ in FAST_CASES]
+# Their source is no run of FULL_CASES.
+RELEASE_PAIRS = [
+    (entry, source, target)
+    for entry, source, target in PAIRS
+    if (entry, ENTRIES[entry].layout(source).strategy, source) not in FULL_CASES
+]
 
 
 @pytest.fixture(scope="session")
@@ -339,7 +381,9 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.promise("restore")
-@pytest.mark.parametrize(("entry", "source", "target"), full_except(PAIRS, FAST_PAIRS))
+@pytest.mark.parametrize(
+    ("entry", "source", "target"), full_except(PAIRS, FAST_PAIRS, RELEASE_PAIRS)
+)
 def test_restore_is_bit_equal_from_any_mesh_to_any_other(entry, source, target, saved):
     workdir, want = saved(entry, source)
     layout = ENTRIES[entry].layout(target)
@@ -353,7 +397,7 @@ def test_restore_is_bit_equal_from_any_mesh_to_any_other(entry, source, target, 
         np.testing.assert_array_equal(array, paths(want)[path], err_msg=path)
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.promise("restore")
 @pytest.mark.parametrize(
     ("entry", "source", "target"), [pair for pair in OTHER_PAIRS if pair not in PAIRS]

@@ -71,6 +71,27 @@ FAMILY_CASES = {
     "siglip": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
     "vit": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
 }
+# What `--full` proves of the entries below, which `--release` proves on every mesh under every strategy:
+# each pair of parallelisms, each of them alone, axes of size 1 and axes that nothing is split over.
+PAIRS_OF_PARALLELISMS = {
+    "1x1": ["dp"],
+    "8": ["dp", "zero1", "fsdp"],
+    "8x1": ["fsdp_tp"],
+    "4x2": ["tp", "fsdp_tp", "fsdp_tp_sp"],
+    "2x4": ["tp_sp"],
+    "1x8": ["fsdp_tp"],  # by which heads don't divide
+    "2x2x2": ["dp", "hsdp_tp", "hsdp_tp_sp"],
+    "data=2,seq=4": ["cp", "fsdp_cp"],
+    "data=1,seq=8": ["cp"],
+    "data=2,seq=2,model=2": ["fsdp_cp_tp"],
+    "data=4,pipe=2": ["pp", "pp_zero1", "fsdp_pp"],
+    "data=2,pipe=2,model=2": ["fsdp_pp_tp"],
+    "data=2,expert=4": ["ep", "fsdp_ep"],
+    "data=2,expert=2,model=2": ["fsdp_ep_tp"],
+    "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
+    "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
+}
+MANY_CASES = ("dot_relu_dot", "mlp", "transformer", "moe")
 OF_TEXT = ("data.text", "data.masked")  # modules whose examples are rows of tokens
 FAST = "2x2x2"  # with its default strategy, the other entries' case in the fast tier
 BATCH = 24  # like no dim of a parameter, so that test_collectives.py can tell them apart
@@ -92,6 +113,8 @@ class Entry:
     @functools.cache  # noqa: B019  an entry lives as long as the process
     def layout(self, mesh: str, strategy: str = "") -> Layout:
         """Returns the layout under the mesh's default strategy, or another. Raises UserError."""
+        if mesh != "1x1" and (fits := elsewhere(self.layout("1x1"), strategy, make_mesh(mesh))):
+            return fits  # without tracing the model again
         model = entries.model(self.name)
         return make_layout(model, self.config, make_mesh(mesh), strategy, batch_size=BATCH)
 
@@ -171,6 +194,11 @@ ENTRIES = {
     for zoo in [entries.zoo_file(name)]
 }
 CASES = [case for entry in ENTRIES.values() for case in entry.cases]
+FULL_CASES = [
+    (name, strategy, mesh)
+    for name, strategy, mesh in CASES
+    if name not in MANY_CASES or strategy in PAIRS_OF_PARALLELISMS.get(mesh, [])
+]
 FAST_CASES = [
     (name, entry.layout(FAST).strategy, FAST)
     for name, entry in ENTRIES.items()
