@@ -121,12 +121,12 @@ LONG += ("published", "copy", "odd_sizes", "watching", "evaluate", "run_tokenize
 def pytest_collection_modifyitems(config, items):
     release = config.getoption("--release") or _by_name(config)
     full = release or config.getoption("--full")
-    promise = config.getoption("--promise")
+    promise, slow = config.getoption("--promise"), durations.slow_tests()
 
     def chosen(item) -> bool:
         marker = item.get_closest_marker("promise")
         is_kept = not promise or (marker is not None and marker.args == (promise,))
-        is_in_tier = full or not item.get_closest_marker("full")
+        is_in_tier = full or not (item.get_closest_marker("full") or item.nodeid in slow)
         return is_kept and is_in_tier and (release or not item.get_closest_marker("release"))
 
     config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])

@@ -1,9 +1,17 @@
-"""Keeps what each test costs: `pytest --durations-file=FILE`; `python -m tests.support.durations FILE` adds it up.
+"""What each test costs, and which tests the fast tier leaves out for it.
+
+    pytest --full --durations-file=FILE         # measures
+    python -m tests.support.durations FILE      # adds up by file, function, promise or test
+    python -m tests.support.durations FILE slow # rewrites tests/golden/slow_tests.txt
 
 A line of the file is one test as JSON: its promise and tier, its CPU seconds and those of processes
 that it started and waited for, and the programs that it compiled (name, CPU seconds) or read from the
 cache. CPU seconds compare runs on a busy machine, which wall seconds don't. Fixtures of a session or
 module count towards the first test that uses them.
+
+The fast tier runs tests of up to MOST seconds, and of each promise the cheapest test in each file,
+whatever it takes. Budgets are kept by numbers measured once, not by a clock in each run: a busy machine
+fails nobody.
 """
 
 import collections
@@ -20,6 +28,12 @@ import pytest
 COMPILING = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"
 NAME = "durations"  # of the property by which workers send them
+SLOW = pathlib.Path(__file__).parents[1] / "golden" / "slow_tests.txt"
+MOST = 1.5  # CPU seconds of a test of the fast tier
+# The first promise's own test, of the model that most people read.
+KEPT = (
+    "tests/sharding/test_meshes.py::test_same_start_losses_and_gradients[transformer-hsdp_tp-2x2x2]"
+)
 
 
 def cpu_seconds() -> float:
@@ -94,11 +108,48 @@ class Writer:
             row |= {what: round(row[what], 3) for what in ("cpu", "wall")}
         self.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
+    def pytest_terminal_summary(self, terminalreporter):
+        rows = [{"test": name, **measured} for name, measured in self.tests.items()]
+        terminalreporter.write_line("\n".join(list(table(rows, lambda row: row["test"]))[:11]))
+        terminalreporter.write_line(next(table(rows, lambda row: "all tests", header=False), ""))
+
+
+# ---- the fast tier -------------------------------------------------------------------------------
+
+
+def slow_tests() -> set[str]:
+    """Names of the tests that only `--full` runs because of what they cost."""
+    lines = SLOW.read_text().splitlines() if SLOW.exists() else []
+    return {line.partition(" ")[2] for line in lines}
+
+
+def choose_slow(rows: list[dict]) -> dict[str, float]:
+    """Test → CPU seconds, of those that the fast tier leaves out."""
+    rows = [row for row in rows if row["tier"] == "fast"]
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row["promise"], row["test"].partition("::")[0]].append(row)
+    cheapest = [min(group, key=lambda row: row["cpu"])["test"] for group in groups.values()]
+    kept = {KEPT, *cheapest}
+    return {
+        row["test"]: row["cpu"] for row in rows if row["cpu"] > MOST and row["test"] not in kept
+    }
+
+
+def rewrite_slow(rows: list[dict]) -> None:
+    """Writes the golden. Tests that the rows lack stay as they were."""
+    lines = SLOW.read_text().splitlines() if SLOW.exists() else []
+    measured = {row["test"] for row in rows}
+    seconds = {name: float(cpu) for cpu, _, name in (line.partition(" ") for line in lines)}
+    seconds = {name: cpu for name, cpu in seconds.items() if name not in measured}
+    seconds |= choose_slow(rows)
+    SLOW.write_text("".join(f"{cpu:.1f} {name}\n" for name, cpu in sorted(seconds.items())))
+
 
 # ---- reading such a file -------------------------------------------------------------------------
 
 
-def table(rows: list[dict], key) -> Iterable[str]:
+def table(rows: list[dict], key, header: bool = True) -> Iterable[str]:
     """Lines of the groups that cost most: CPU seconds, of them compiling, programs, hits, tests."""
     groups = collections.defaultdict(list)
     for row in rows:
@@ -110,14 +161,17 @@ def table(rows: list[dict], key) -> Iterable[str]:
         hits = sum(program["hit"] for program in programs)
         cpu = sum(row["cpu"] for row in members)
         sums.append((cpu, compiling, len(programs) - hits, hits, len(members), name))
-    yield f"{'CPU s':>8} {'compile':>8} {'programs':>8} {'hits':>6} {'tests':>6}"
+    if header:
+        yield f"{'CPU s':>8} {'compile':>8} {'programs':>8} {'hits':>6} {'tests':>6}"
     for cpu, compiling, programs, hits, tests, name in sorted(sums, reverse=True):
         yield f"{cpu:8.1f} {compiling:8.1f} {programs:8} {hits:6} {tests:6}  {name}"
 
 
 def main(path: str, by: str = "file", most: str = "40"):
-    """Prints the dearest files, functions, promises, tiers or tests."""
     rows = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+    if by == "slow":
+        rewrite_slow(rows)
+        return
     keys = {
         "file": lambda row: row["test"].partition("::")[0],
         "function": lambda row: row["test"].partition("[")[0],
@@ -126,7 +180,7 @@ def main(path: str, by: str = "file", most: str = "40"):
         "test": lambda row: row["test"],
     }
     print("\n".join(list(table(rows, keys[by]))[: int(most) + 1]))
-    print(f"{sum(row['cpu'] for row in rows):8.1f} in all, {len(rows)} tests")
+    print(*table(rows, lambda row: "all tests", header=False))
 
 
 if __name__ == "__main__":
