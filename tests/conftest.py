@@ -69,7 +69,6 @@ def pytest_configure(config):
     )
     config.addinivalue_line("markers", "full: only with pytest --full")
     config.addinivalue_line("markers", "release: only with pytest --release")
-    config.option.loadscopereorder = False  # the order below, not by number of tests
     programs.install()
     if not hasattr(config, "workerinput"):
         programs.clear_old()
@@ -113,13 +112,6 @@ def pytest_sessionfinish(session):
         proof.PAGE.write_text(proof.page())
 
 
-# Files that take longest, in the order in which they start; short ones balance the end.
-LONG = ("processes", "meshes", "collectives", "new_entry", "context", "pipeline", "attention")
-LONG += ("style", "failures", "buckets", "generation", "hf", "unlike_layers", "lora", "tree_mode")
-LONG += ("transformer", "tour", "readme", "bench", "moe", "recipes", "nothing_lost", "crashes")
-LONG += ("published", "copy", "odd_sizes", "watching", "evaluate", "run_tokenizers")
-
-
 def pytest_collection_modifyitems(config, items):
     release = config.getoption("--release") or _by_name(config)
     full = release or config.getoption("--full")
@@ -133,8 +125,6 @@ def pytest_collection_modifyitems(config, items):
 
     config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
     items[:] = [item for item in items if chosen(item)]
-    rank = {f"test_{name}": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 def _by_name(config) -> bool:
