@@ -42,5 +42,5 @@ def test_what_was_not_measured_again_stays(tmp_path, monkeypatch):
     golden.write_text("3.0 a.py::gone[x y]\n2.0 a.py::quick\n")
     monkeypatch.setattr(durations, "SLOW", pathlib.Path(golden))
     durations.rewrite_slow([row("a.py::quick", 0.1), row("a.py::new", 4.0)])
-    assert golden.read_text() == "4.0 a.py::new\n3.0 a.py::gone[x y]\n"
+    assert golden.read_text() == "3.0 a.py::gone[x y]\n4.0 a.py::new\n"
     assert durations.slow_tests() == {"a.py::new", "a.py::gone[x y]"}
