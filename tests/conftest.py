@@ -1,4 +1,4 @@
-"""Two tiers, one worker per core, eight simulated devices each, strict JAX, private caches."""
+"""Three tiers, one worker per core, eight simulated devices each, strict JAX, private caches."""
 
 import fcntl
 import functools
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 
-gc.disable()  # until all tests are imported: this allocates much and frees little
+gc.disable()  # until all tests are imported: measured, 20 CPU seconds instead of 25
 ROOT = pathlib.Path(__file__).parent.parent
 os.environ["NPROC"] = "32"  # see recipes/common/runtime/mesh.py: room for two programs in flight
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,11 +21,11 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from jax._src.lru_cache import LRUCache  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from recipes.common.entries import ENTRIES  # noqa: E402
 from recipes.common.runtime import preemption  # noqa: E402
+from tests.support import durations, programs  # noqa: E402
 from tests.support.quick import XLA_FLAGS  # noqa: E402
 
 # Two NaN aren't equal: a test that compares nothing must fail.
@@ -34,12 +34,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 
 
-# ---- two tiers -----------------------------------------------------------------------------------
+# ---- three tiers ---------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run every test, not one case each")
     parser.addoption(
-        "--full", action="store_true", help="run the complete proof, not one case each"
+        "--release",
+        action="store_true",
+        help="also every strategy on every mesh: what PROOF.md shows",
     )
     parser.addoption("--kills", type=int, default=3, help="how often test_crashes.py kills a run")
     parser.addoption(
@@ -48,6 +51,7 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
     parser.addoption("--promise", metavar="NAME", help="run the tests of one promise of README.md")
     parser.addoption("--promises", action="store_true", help="list the promises and their tests")
+    parser.addoption("--durations-file", metavar="FILE", help="write what each test costs")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,24 +67,32 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "promise(name): the promise of tests/README.md that it keeps"
     )
-    config.addinivalue_line("markers", "full: only in the complete proof, pytest --full")
-    config.option.loadscopereorder = False  # the order below, not by number of tests
+    config.addinivalue_line("markers", "full: only with pytest --full")
+    config.addinivalue_line("markers", "release: only with pytest --release")
+    programs.install()
+    if not hasattr(config, "workerinput"):
+        programs.clear_old()
+    if config.getoption("--update-golden"):
+        os.environ["UPDATE_GOLDEN"] = "1"  # for what is read from goldens before tests run
+    if path := config.getoption("--durations-file"):
+        config.pluginmanager.register(durations.Recorder())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(durations.Writer(path))
     # XLA reads its flags once. Compiling takes longer here than running what is compiled.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", XLA_FLAGS)
         jax.devices()
 
 
-def full_except(cases: Iterable, fast: Iterable) -> list:
-    """Returns cases for parametrize; those not in `fast` are marked full."""
-    fast = list(fast)
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=() if case in fast else pytest.mark.full,
-        )
-        for case in cases
-    ]
+def full_except(cases: Iterable, fast: Iterable, release: Iterable = ()) -> list:
+    """Returns cases for parametrize; those not in `fast` are marked full, some of them release."""
+    fast, release = list(fast), list(release)
+    params = []
+    for case in cases:
+        slow = pytest.mark.release if case in release else pytest.mark.full
+        values = case if isinstance(case, tuple) else (case,)
+        params.append(pytest.param(*values, marks=() if case in fast else slow))
+    return params
 
 
 def pytest_collection_finish():
@@ -100,26 +112,19 @@ def pytest_sessionfinish(session):
         proof.PAGE.write_text(proof.page())
 
 
-# Files that take longest, in the order in which they start; short ones balance the end.
-LONG = ("processes", "meshes", "collectives", "new_entry", "context", "pipeline", "attention")
-LONG += ("style", "failures", "buckets", "generation", "hf", "unlike_layers", "lora", "tree_mode")
-LONG += ("transformer", "tour", "readme", "bench", "moe", "recipes", "nothing_lost", "crashes")
-LONG += ("published", "copy", "odd_sizes", "watching", "evaluate", "run_tokenizers")
-
-
 def pytest_collection_modifyitems(config, items):
-    full = config.getoption("--full") or _by_name(config)
-    promise = config.getoption("--promise")
+    release = config.getoption("--release") or _by_name(config)
+    full = release or config.getoption("--full")
+    promise, slow = config.getoption("--promise"), durations.slow_tests()
 
     def chosen(item) -> bool:
         marker = item.get_closest_marker("promise")
         is_kept = not promise or (marker is not None and marker.args == (promise,))
-        return is_kept and (full or not item.get_closest_marker("full"))
+        is_in_tier = full or not (item.get_closest_marker("full") or item.nodeid in slow)
+        return is_kept and is_in_tier and (release or not item.get_closest_marker("release"))
 
     config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
     items[:] = [item for item in items if chosen(item)]
-    rank = {f"test_{name}": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 def _by_name(config) -> bool:
@@ -185,15 +190,9 @@ def named_lines():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """A cache folder for each worker and its subprocesses; workers share what they compile."""
-    folder, every = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
-    every = every.parent if "PYTEST_XDIST_WORKER" in os.environ else every
+    """A cache folder for each worker and its subprocesses, empty at first."""
+    folder = tmp_path_factory.mktemp("cache")
     os.environ["ZOO_CACHE"] = str(folder)
-    jax.config.update("jax_compilation_cache_dir", str(every / "xla"))
-    jax.config.update("jax_compilation_cache_max_size", 2**33)  # with a limit, JAX locks the folder
-    # To stay within it, JAX would read the times of all entries before it writes one: 0.1 s of 2,000.
-    pytest.MonkeyPatch().setattr(LRUCache, "_evict_if_needed", lambda *_, **__: None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return folder
 
 

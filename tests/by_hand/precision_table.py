@@ -5,10 +5,13 @@ python -m tests.by_hand.precision_table moe gpt2     # some
 python -m tests.by_hand.precision_table --large      # prints the errors of larger batches
 """
 
+import os
 import sys
 from unittest import mock
 
 import jax
+
+os.environ["UPDATE_GOLDEN"] = "1"  # all pairs, also those that the golden lacks
 
 from tests.conftest import Golden
 from tests.sharding import test_bfloat16

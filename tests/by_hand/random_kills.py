@@ -33,7 +33,9 @@ def main() -> None:
         folder = pathlib.Path(name)
         os.environ["ZOO_CACHE"] = str(folder / "cache")  # compiled programs, for all starts
         book = folder / "book.txt"
-        book.write_text((pathlib.Path(__file__).parents[2] / "zoo" / "attention.py").read_text())
+        book.write_text(
+            (pathlib.Path(__file__).parents[2] / "zoo" / "core" / "attention.py").read_text()
+        )
         flags = (*FLAGS, f"--dataset={book}")
         alone, killed = folder / "alone", folder / "killed"
         ends = start(given.processes, flags, alone).finish()

@@ -13,6 +13,7 @@ import json
 import math
 import types
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from recipes.common.entries import model as model_of
 from recipes.common.report.hlo import Collective, collectives, group_size
@@ -28,13 +30,16 @@ from recipes.common.sharding import compiler_options
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.sharding.rules import count_shards, partition_spec, used_axes
+from recipes.common.train.step import gradients
 from tests.conftest import full_except
 from tests.support.entries import (
     BATCH,
     CASES,
     ENTRIES,
     FAST_CASES,
+    FULL_CASES,
     compile_step,
+    parallelisms,
     step_text,
     with_case,
 )
@@ -381,12 +386,16 @@ def check_promise(entry_name: str, layout: Layout, text: str) -> Sent:
 WHOLE_ROWS = [
     (entry, strategy, mesh)
     for entry, strategy, mesh in CASES
-    if not ENTRIES[entry].is_long(strategy, mesh)
-    and ENTRIES[entry].layouts[strategy, mesh].stages == 1
+    if not {"cp", "sp", "pp"} & parallelisms(strategy, mesh)
 ]
 
 
-@pytest.mark.parametrize(("entry", "strategy", "mesh"), full_except(WHOLE_ROWS, FAST_CASES))
+RELEASE_CASES = [case for case in WHOLE_ROWS if case not in FULL_CASES]
+
+
+@pytest.mark.parametrize(
+    ("entry", "strategy", "mesh"), full_except(WHOLE_ROWS, FAST_CASES, RELEASE_CASES)
+)
 def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh, golden):
     layout = ENTRIES[entry].layout(mesh, strategy)
     sent = check_promise(entry, layout, step_text(entry, strategy, mesh))
@@ -397,6 +406,77 @@ def test_a_step_sends_what_its_strategy_promises(entry, strategy, mesh, golden):
         f"tests/golden/{BYTES} has other bytes. If the change is meant, run the test again with "
         "--update-golden and review the file's diff."
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("entry", "strategy", "mesh"), RELEASE_CASES)
+def test_a_traced_step_gathers_weights_and_scatters_gradients(entry, strategy, mesh):
+    """Before XLA partitions the step: of the cases that are compiled for a release alone.
+
+    Weights of experts are gathered where each device computes for itself, which is not read here.
+    """
+    layout = ENTRIES[entry].layout(mesh, strategy)
+    split_at_rest = [
+        v
+        for v in variables(entry, layout).values()
+        if v.rest != v.use and "expert_embed" not in v.axes
+    ]
+    pairs = {(_dims(v.rest), _dims(v.use)) for v in split_at_rest}
+    gathered = scattered = 0
+    for equation, times in equations(traced_gradients(entry, layout), 1):
+        if equation.primitive.name == "reshard":
+            before, after = (
+                x.aval.sharding.shard_shape(x.aval.shape)
+                for x in (equation.invars[0], equation.outvars[0])
+            )
+            if (_dims(before), _dims(after)) in pairs:
+                gathered += times * math.prod(after)
+            elif (_dims(after), _dims(before)) in pairs:
+                scattered += times * math.prod(before)
+    # Again for the backward pass where a layer is rematerialised.
+    assert gathered == sum(
+        math.prod(v.use) * v.layers * (2 if v.stacked else 1) for v in split_at_rest
+    )
+    assert scattered == sum(math.prod(v.use) * v.layers for v in split_at_rest if v.trained)
+
+
+def traced_gradients(entry_name: str, layout: Layout):
+    row = {name: x[0] for name, x in ENTRIES[entry_name].batches[0].items()}
+    with layout.trace():
+        step = jax.jit(lambda state, batch: gradients(layout, state, batch))
+        return step.trace(layout.variables(), layout.abstract_batch(row)).jaxpr.jaxpr
+
+
+def equations(jaxpr, times: int) -> Iterator[tuple]:
+    """Each equation, also of inner programs, and how often it runs."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        inner_times = times
+        if equation.primitive.name == "scan":
+            inner_times *= equation.params["length"]
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from equations(
+                    inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, inner_times
+                )
+
+
+def _is_jaxpr(x) -> bool:
+    return isinstance(x, Jaxpr | ClosedJaxpr)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_recorded_bytes_are_of_every_case(entry, golden):
+    """Those of the textbook are computed anew, also of cases that only a release compiles."""
+    text = golden.rewrite(BYTES, lambda text: text)
+    record = {k: v for k, v in json.loads(text or "{}").items() if k.split()[0] == entry}
+    cases = [case for case in WHOLE_ROWS if case[0] == entry]
+    if golden.update:  # other workers are still compiling some
+        cases = [case for case in cases if " ".join(case) in record]
+    assert list(record) == [" ".join(case) for case in cases], "run with --release --update-golden"
+    for _, strategy, mesh in cases:
+        recorded = record[f"{entry} {strategy} {mesh}"]
+        assert recorded["textbook"] == textbook(entry, ENTRIES[entry].layout(mesh, strategy)).bytes
 
 
 @pytest.mark.parametrize("entry_name", ENTRIES)

@@ -1,6 +1,6 @@
 """The page of the proof that every mesh trains the same model, tests/PROOF.md.
 
-The page is made from measurements in tests/golden. `pytest --full tests/sharding --update-golden`
+The page is made from measurements in tests/golden. `pytest --release tests/sharding --update-golden`
 measures again and rewrites both.
 """
 
@@ -18,7 +18,7 @@ PRECISION = "precision.json"
 PAGE = ROOT / "tests" / "PROOF.md"
 
 PROSE = """\
-<!-- Written by tests/support/proof.py from tests/golden: pytest --full tests/sharding --update-golden -->
+<!-- Written by tests/support/proof.py from tests/golden: pytest --release tests/sharding --update-golden -->
 # The proof: every mesh trains the same model
 
 **{pairs} pairs of strategy and mesh over {entries} entries. Largest difference from one device: {loss} of a
@@ -45,8 +45,8 @@ order.
 To repeat it, without any accelerator:
 
 ```sh
-pytest --full tests/sharding                   # asserts all of the above
-pytest --full tests/sharding --update-golden   # also measures again and rewrites this page
+pytest --release tests/sharding                   # asserts all of the above
+pytest --release tests/sharding --update-golden   # also measures again and rewrites this page
 ```
 
 The last bits depend on the CPU, so the tests assert the tolerances, not the differences below. They assert

@@ -1,0 +1,190 @@
+"""What each test costs, and which tests the fast tier leaves out for it.
+
+    pytest --full --durations-file=FILE         # measures
+    python -m tests.support.durations FILE      # adds up by file, function, promise or test
+    python -m tests.support.durations FILE slow # rewrites tests/golden/slow_tests.txt
+
+A line of the file is one test as JSON: its promise and tier, its CPU seconds and those of processes
+that it started and waited for, and the programs that it compiled (name, CPU seconds) or read from the
+cache. CPU seconds compare runs on a busy machine, which wall seconds don't. Fixtures of a session or
+module count towards the first test that uses them.
+
+The fast tier runs tests of up to MOST CPU seconds, and of each promise the cheapest test in each file,
+whatever it takes. Budgets are kept by numbers measured once, not by a clock in each run: a busy machine
+fails nobody.
+"""
+
+import collections
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterable
+
+import jax
+import pytest
+
+COMPILING = "/jax/core/compile/backend_compile_duration"
+HIT = "/jax/compilation_cache/cache_hits"
+NAME = "durations"  # of the property by which workers send them
+SLOW = pathlib.Path(__file__).parents[1] / "golden" / "slow_tests.txt"
+MOST = 0.75  # CPU seconds of a test of the fast tier
+# The first promise's own test: of the entry that most people read, and of axes of size 1.
+FIRST = "tests/sharding/test_meshes.py::test_same_start_losses_and_gradients"
+KEPT = (f"{FIRST}[transformer-", f"{FIRST}[dot_relu_dot-")
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process, and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+class Recorder:
+    """In a process that runs tests: measures each phase of a test."""
+
+    def __init__(self):
+        self.cpu = cpu_seconds()
+        self.wall = time.perf_counter()
+        self.programs: list[dict] = []
+        self.begun = 0.0
+        self.is_hit = False
+        jax.monitoring.register_scalar_listener(self._on_begin)
+        jax.monitoring.register_event_listener(self._on_event)
+        jax.monitoring.register_event_duration_secs_listener(self._on_end)
+
+    def _on_begin(self, event: str, _: float, **__):
+        if event == COMPILING:
+            self.begun = time.process_time()
+            self.is_hit = False
+
+    def _on_event(self, event: str, **_):
+        self.is_hit |= event == HIT
+
+    def _on_end(self, event: str, _: float, fun_name: str = "", **__):
+        if event == COMPILING:
+            seconds = round(time.process_time() - self.begun, 3)
+            self.programs.append({"name": fun_name, "seconds": seconds, "hit": self.is_hit})
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item):
+        report = yield
+        cpu, wall = cpu_seconds(), time.perf_counter()
+        promise = item.get_closest_marker("promise")
+        measured = {
+            "promise": promise.args[0] if promise else "",
+            "tier": next((t for t in ("release", "full") if item.get_closest_marker(t)), "fast"),
+            "cpu": cpu - self.cpu,
+            "wall": wall - self.wall,
+            "programs": self.programs,
+        }
+        report.user_properties.append((NAME, measured))
+        self.cpu, self.wall, self.programs = cpu, wall, []
+        return report
+
+
+class Writer:
+    """In the process that all reports reach: writes the file."""
+
+    def __init__(self, path: str):
+        self.path = pathlib.Path(path)
+        self.tests: dict[str, dict] = {}
+
+    def pytest_runtest_logreport(self, report):
+        measured = dict(report.user_properties).get(NAME)
+        if not measured:
+            return
+        test = self.tests.setdefault(
+            report.nodeid, measured | {"cpu": 0.0, "wall": 0.0, "programs": []}
+        )
+        for what in ("cpu", "wall", "programs"):
+            test[what] += measured[what]
+
+    def pytest_sessionfinish(self):
+        rows = [{"test": name, **measured} for name, measured in self.tests.items()]
+        for row in rows:
+            row |= {what: round(row[what], 3) for what in ("cpu", "wall")}
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def pytest_terminal_summary(self, terminalreporter):
+        rows = [{"test": name, **measured} for name, measured in self.tests.items()]
+        terminalreporter.write_line("\n".join(list(table(rows, lambda row: row["test"]))[:11]))
+        terminalreporter.write_line(next(table(rows, lambda row: "all tests", header=False), ""))
+
+
+# ---- the fast tier -------------------------------------------------------------------------------
+
+
+def slow_tests() -> set[str]:
+    """Names of the tests that only `--full` runs because of what they cost."""
+    lines = SLOW.read_text().splitlines() if SLOW.exists() else []
+    return {line.partition(" ")[2] for line in lines}
+
+
+def choose_slow(rows: list[dict]) -> dict[str, float]:
+    """Test → CPU seconds, of those that the fast tier leaves out."""
+    rows = [row for row in rows if row["tier"] == "fast"]
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row["promise"], row["test"].partition("::")[0]].append(row)
+    cheapest = [min(group, key=lambda row: row["cpu"])["test"] for group in groups.values()]
+    return {
+        row["test"]: row["cpu"]
+        for row in rows
+        if row["cpu"] > MOST and row["test"] not in cheapest and not row["test"].startswith(KEPT)
+    }
+
+
+def rewrite_slow(rows: list[dict]) -> None:
+    """Writes the golden. Tests that the rows lack stay as they were."""
+    lines = SLOW.read_text().splitlines() if SLOW.exists() else []
+    measured = {row["test"] for row in rows}
+    seconds = {name: float(cpu) for cpu, _, name in (line.partition(" ") for line in lines)}
+    seconds = {
+        name: cpu
+        for name, cpu in seconds.items()
+        if name not in measured and not name.startswith(KEPT)
+    } | choose_slow(rows)
+    SLOW.write_text("".join(f"{cpu:.1f} {name}\n" for name, cpu in sorted(seconds.items())))
+
+
+# ---- reading such a file -------------------------------------------------------------------------
+
+
+def table(rows: list[dict], key, header: bool = True) -> Iterable[str]:
+    """Lines of the groups that cost most: CPU seconds, of them compiling, programs, hits, tests."""
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[key(row)].append(row)
+    sums = []
+    for name, members in groups.items():
+        programs = [program for row in members for program in row["programs"]]
+        compiling = sum(program["seconds"] for program in programs)
+        hits = sum(program["hit"] for program in programs)
+        cpu = sum(row["cpu"] for row in members)
+        sums.append((cpu, compiling, len(programs) - hits, hits, len(members), name))
+    if header:
+        yield f"{'CPU s':>8} {'compile':>8} {'programs':>8} {'hits':>6} {'tests':>6}"
+    for cpu, compiling, programs, hits, tests, name in sorted(sums, reverse=True):
+        yield f"{cpu:8.1f} {compiling:8.1f} {programs:8} {hits:6} {tests:6}  {name}"
+
+
+def main(path: str, by: str = "file", most: str = "40"):
+    rows = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+    if by == "slow":
+        rewrite_slow(rows)
+        return
+    keys = {
+        "file": lambda row: row["test"].partition("::")[0],
+        "function": lambda row: row["test"].partition("[")[0],
+        "promise": lambda row: row["promise"],
+        "tier": lambda row: row["tier"],
+        "test": lambda row: row["test"],
+    }
+    print("\n".join(list(table(rows, keys[by]))[: int(most) + 1]))
+    print(*table(rows, lambda row: "all tests", header=False))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
