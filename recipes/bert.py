@@ -17,9 +17,7 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, language
 from recipes.common.checkpoint import open_run
-from recipes.common.classification import confusion, show
-from recipes.common.config_flags import check_set, describe_set
-from recipes.common.encoders import PairLoss, class_logits, count_right, for_task, task_of
+from recipes.common.flags.config_flags import check_set, describe_set
 from recipes.common.language import DECODER, Text, Training
 from recipes.common.report import flops, kernel
 from recipes.common.report.plan import plan
@@ -27,6 +25,14 @@ from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.sharding.abstract import Phases
+from recipes.common.tasks.classification import confusion, show
+from recipes.common.tasks.text_encoders import (
+    PairLoss,
+    class_logits,
+    count_right,
+    for_task,
+    task_of,
+)
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.new_parts import NewParts
 from recipes.common.train.offload import check_offload

@@ -13,8 +13,9 @@ from typing import Any
 
 from recipes.common import checkpoint, entries, language
 from recipes.common.checkpoint import Source, open_run
-from recipes.common.config_flags import configure, describe_set
-from recipes.common.distillation import Distillation, Distilling, check_vocabularies
+from recipes.common.distillation.student_loss import Distillation, Distilling, check_vocabularies
+from recipes.common.distillation.teacher_logits import with_teacher
+from recipes.common.flags.config_flags import configure, describe_set
 from recipes.common.language import DECODER, Text, Training
 from recipes.common.report import flops, kernel
 from recipes.common.report.plan import plan
@@ -23,7 +24,6 @@ from recipes.common.runtime.flags import choose
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, make_layout
 from recipes.common.sharding.rules import check_batch
-from recipes.common.teacher_logits import with_teacher
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.frozen import Frozen
 from recipes.common.train.loop import finish, fit

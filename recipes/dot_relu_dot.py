@@ -14,7 +14,7 @@ import jax
 from data import synthetic
 from recipes.common import checkpoint
 from recipes.common.checkpoint import RunFolder, open_run
-from recipes.common.config_flags import configure, describe_set, model_flags
+from recipes.common.flags.config_flags import configure, describe_set, model_flags
 from recipes.common.report import picture, report
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, flag, make_mesh, print0

@@ -13,7 +13,7 @@ from typing import Any
 
 from recipes.common import checkpoint, entries, language
 from recipes.common.checkpoint import flags_of, open_run, probe
-from recipes.common.config_flags import configure, describe_set
+from recipes.common.flags.config_flags import configure, describe_set
 from recipes.common.language import DECODER, Training
 from recipes.common.preference import reference as references
 from recipes.common.preference.flags import STORED, Pairs, Reference

@@ -19,7 +19,7 @@ import numpy as np
 from data import DataError, hub, sources, whole_texts
 from data.whole_texts import Texts
 from recipes.common import checkpoint
-from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common.flags.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first

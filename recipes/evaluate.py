@@ -20,10 +20,10 @@ from data import sources, text
 from data.batches import Dataset
 from data.captions import Texts
 from data.tokenizer import Tokenizer
-from recipes.common import checkpoint, encoder_evaluation, entries, zero_shot
-from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common import checkpoint, entries
 from recipes.common.entries import ENTRIES
-from recipes.common.int8_weights import to_int8, weights_flag
+from recipes.common.flags.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common.generation.int8_weights import to_int8, weights_flag
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, describe, flag, make_mesh, print0
 from recipes.common.runtime.errors import needs_instruments
@@ -31,6 +31,7 @@ from recipes.common.runtime.flags import split
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
+from recipes.common.tasks import encoder_evaluation, zero_shot
 from recipes.common.train.evaluation import Evaluation, in_words
 
 ENCODER = "bert"  # the entry of text encoders

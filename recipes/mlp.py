@@ -13,12 +13,12 @@ from typing import Any
 from data import digits
 from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
-from recipes.common.classification import confusion, show
-from recipes.common.config_flags import check_set, configure, describe_set, model_flags
+from recipes.common.flags.config_flags import check_set, configure, describe_set, model_flags
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
+from recipes.common.tasks.classification import confusion, show
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.optimizer import (
     OPTIMIZERS,

@@ -13,9 +13,9 @@ from typing import Any
 from data import captions
 from data.captions import Texts
 from data.tokenizer import BYTES
-from recipes.common import checkpoint, zero_shot
+from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
-from recipes.common.config_flags import (
+from recipes.common.flags.config_flags import (
     ENCODER,
     check_set,
     check_vocabulary,
@@ -23,12 +23,13 @@ from recipes.common.config_flags import (
     describe_set,
     model_flags,
 )
-from recipes.common.pictures import INPUTS, CaptionedPictures
+from recipes.common.flags.pictures import INPUTS, CaptionedPictures
 from recipes.common.report import flops
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
+from recipes.common.tasks import zero_shot
 from recipes.common.train.flags import Training
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload

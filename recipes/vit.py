@@ -15,14 +15,20 @@ import jax
 from data import images as pictures
 from recipes.common import checkpoint
 from recipes.common.checkpoint import NewHead, open_run
-from recipes.common.classification import confusion, show
-from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
-from recipes.common.pictures import INPUTS, Pictures
+from recipes.common.flags.config_flags import (
+    ENCODER,
+    check_set,
+    configure,
+    describe_set,
+    model_flags,
+)
+from recipes.common.flags.pictures import INPUTS, Pictures
 from recipes.common.report import flops, kernel
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
+from recipes.common.tasks.classification import confusion, show
 from recipes.common.train.flags import Training
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload

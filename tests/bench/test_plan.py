@@ -22,8 +22,8 @@ import PIL.Image
 import pytest
 from flax import nnx
 
-from recipes.common import contexts, entries
-from recipes.common.report import flops
+from recipes.common import entries
+from recipes.common.report import contexts, flops
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, describe, make_mesh
 from recipes.common.runtime.slices import across
@@ -1015,7 +1015,7 @@ def test_rows_beyond_the_trained_context_are_named(inside):
 
 
 def test_every_published_size_has_its_context():
-    """A new size of a language model is added to contexts.py, or to those that nobody published."""
+    """A new size of a language model is added to report/contexts.py, or to those that nobody published."""
     unpublished = {"tiny", "small", "medium", "124m"}
     for name in entries.ENTRIES:
         zoo = entries.zoo_file(name)

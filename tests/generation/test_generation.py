@@ -19,7 +19,7 @@ import pytest
 from data import tokenizer
 from recipes.common import checkpoint, hf
 from recipes.common.checkpoint import integrity
-from recipes.common.generation import Generator, Sampling
+from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths

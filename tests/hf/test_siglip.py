@@ -16,7 +16,7 @@ import recipes.siglip
 from data import DataError, images
 from data.captions import Texts
 from recipes.common import hf
-from recipes.common.pictures import CaptionedPictures
+from recipes.common.flags.pictures import CaptionedPictures
 from recipes.common.runtime import Run
 from recipes.common.runtime.errors import UserError
 from recipes.common.train.flags import Training

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from recipes import distill
-from recipes.common import entries, teacher_logits
-from recipes.common.distillation import Distillation, Distilling, divergence
+from recipes.common import entries
+from recipes.common.distillation import teacher_logits
+from recipes.common.distillation.student_loss import Distillation, Distilling, divergence
 from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import parse

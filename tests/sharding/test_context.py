@@ -14,7 +14,7 @@ from flax import nnx
 from recipes.common.checkpoint import layout_of
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
-from recipes.common.generation import Generator, Sampling
+from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.report import kernel
 from recipes.common.report.hlo import collectives
 from recipes.common.runtime.mesh import make_mesh

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AxisType
 
 from recipes.common import checkpoint, entries
-from recipes.common.generation import cap_windows
+from recipes.common.generation.generator import cap_windows
 from recipes.common.mesh import make_mesh
 from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel

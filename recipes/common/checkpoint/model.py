@@ -14,7 +14,7 @@ from recipes.common import entries
 from recipes.common.checkpoint import lora
 from recipes.common.checkpoint.locate import find
 from recipes.common.checkpoint.store import Source, config_of
-from recipes.common.config_flags import replace
+from recipes.common.flags.config_flags import replace
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted

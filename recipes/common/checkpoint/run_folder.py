@@ -14,7 +14,7 @@ from typing import Any
 
 from recipes.common.checkpoint import integrity, locate, lora, store
 from recipes.common.checkpoint.store import Source
-from recipes.common.config_flags import changed_setting
+from recipes.common.flags.config_flags import changed_setting
 from recipes.common.runtime import Run, UserError, processes
 from recipes.common.storage import folders, lock
 

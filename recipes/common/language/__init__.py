@@ -1,6 +1,6 @@
 """The recipe of every language model: `main`, its flags, and the sample at its end."""
 
-from recipes.common.config_flags import DECODER, EXPERTS, model_flags
+from recipes.common.flags.config_flags import DECODER, EXPERTS, model_flags
 from recipes.common.language.flags import Text, Training
 from recipes.common.language.recipe import (
     check_heads,

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from data.tokenizer import Tokenizer
-from recipes.common import checkpoint, contexts, entries
+from recipes.common import checkpoint, entries
 from recipes.common.checkpoint import Source, flags_of, open_run
-from recipes.common.config_flags import check_vocabulary, configure, describe_set
+from recipes.common.flags.config_flags import check_vocabulary, configure, describe_set
 from recipes.common.language.flags import Text, Training
 from recipes.common.language.sample import Sample
-from recipes.common.report import flops, kernel
+from recipes.common.report import contexts, flops, kernel
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, describe, make_mesh, print0
 from recipes.common.sharding import Layout, Tree, make_layout

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from data.tokenizer import Tokenizer
-from recipes.common.generation import Generator, Sampling, cap_windows
+from recipes.common.generation.generator import Generator, Sampling, cap_windows
 from recipes.common.runtime import UserError, flag, quote, warn
 from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, Tree, make_layout

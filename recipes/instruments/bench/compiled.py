@@ -8,7 +8,7 @@ import time
 import jax
 
 from recipes.common import entries
-from recipes.common.config_flags import field_flag
+from recipes.common.flags.config_flags import field_flag
 from recipes.common.report import report
 from recipes.common.report.hlo import host_copies, sent_by_kind
 from recipes.common.runtime.flags import flag

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from recipes.common import entries
-from recipes.common.config_flags import Settings, read_set, replace
+from recipes.common.flags.config_flags import Settings, read_set, replace
 from recipes.common.report import kernel as kernel_report
 from recipes.common.report import report
 from recipes.common.runtime import mesh as meshes

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-from recipes.common.config_flags import field_flag
+from recipes.common.flags.config_flags import field_flag
 from recipes.common.report import report
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0

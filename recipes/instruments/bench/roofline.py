@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from recipes.common import entries
-from recipes.common.config_flags import Settings, default_unroll, read_set, replace
+from recipes.common.flags.config_flags import Settings, default_unroll, read_set, replace
 from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import choose, flag

@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractDevice
 
-from recipes.common import contexts, entries
-from recipes.common.config_flags import check_matmul, field_flag
-from recipes.common.report import kernel, report
+from recipes.common import entries
+from recipes.common.flags.config_flags import check_matmul, field_flag
+from recipes.common.report import contexts, kernel, report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.flags import choose
