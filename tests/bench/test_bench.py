@@ -36,9 +36,9 @@ from recipes.instruments.plan.estimate import abstract_mesh, estimate
 from recipes.instruments.plan.hardware import parse_devices
 from recipes.instruments.plan.memory import IN_FLIGHT, memory_parts, on_host
 from recipes.instruments.plan.textbook import device_tokens, of_weights, textbook, transfers
-from tests.by_hand.hlo_programs import ACROSS_SLICES
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES
+from tests.support.known_programs import ACROSS_SLICES
 from tests.support.quick import QUICK
 from zoo.siglip import Config as Siglip
 from zoo.sizes import SIGLIP

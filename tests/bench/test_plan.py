@@ -41,8 +41,8 @@ from recipes.instruments.plan.estimate import LOGITS, Estimate, abstract_mesh, e
 from recipes.instruments.plan.hardware import HARDWARE, parse_devices
 from recipes.instruments.plan.search import Job, Plan, meshes, search
 from recipes.instruments.plan.textbook import Transfer, of_stages, transfers
-from tests.by_hand import plan_cases, plan_cycles
 from tests.conftest import ROOT, full_except
+from tests.support import plan_estimates
 from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
@@ -504,8 +504,8 @@ MEMORY_OUTSIDE = {
 
 @pytest.mark.parametrize("line", recorded(), ids=lambda line: "-".join(map(str, line["case"][1:5])))
 def test_estimates_are_near_the_compiler_s_figures(line):
-    case = plan_cases.Case(*line["case"])
-    found, key = plan_cases.estimated(case), (case.size, case.devices, case.rules, case.remat)
+    case = plan_estimates.Case(*line["case"])
+    found, key = plan_estimates.estimated(case), (case.size, case.devices, case.rules, case.remat)
     known = MEMORY_OUTSIDE.get(key)
     ratio = found.peak / line["compiled_memory"]
     assert ratio == pytest.approx(known or 1, abs=0.01 if known else 0.1)
@@ -523,8 +523,8 @@ def timed() -> list[dict]:
 
 @pytest.mark.parametrize("line", timed(), ids=lambda line: "-".join(map(str, line["case"][1:6])))
 def test_times_are_near_the_compiler_s_cycles(line):
-    plan = plan_cases.estimated(plan_cases.Case(*line["case"]))
-    assert plan_cycles.ratio(plan, line["cycles"]) == pytest.approx(1, abs=0.15)
+    plan = plan_estimates.estimated(plan_estimates.Case(*line["case"]))
+    assert plan_estimates.ratio(plan, line["cycles"]) == pytest.approx(1, abs=0.15)
 
 
 def on_v5p(axes: dict[str, int], rules: str, seq_len: int, **changes) -> Estimate:
@@ -625,8 +625,11 @@ def test_each_kind_of_collective_is_near_the_compiler_s(line):
     """
     if not line["compiled_sent"]:
         return
-    case = plan_cases.Case(*line["case"])
-    found, compiled = sent_of(plan_cases.estimated(case)), collections.Counter(line["compiled_by"])
+    case = plan_estimates.Case(*line["case"])
+    found, compiled = (
+        sent_of(plan_estimates.estimated(case)),
+        collections.Counter(line["compiled_by"]),
+    )
     alone = ["all-to-all"] if case.rules.endswith("_sp") else ["all-to-all", "all-gather"]
     small = 0.002 * line["compiled_sent"]
     for kind in alone:

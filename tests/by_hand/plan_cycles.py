@@ -16,10 +16,9 @@ from recipes.common import entries
 from recipes.instruments.plan import cycles
 from recipes.instruments.plan.calibration import FACTORS, Factors
 from recipes.instruments.plan.command import make_program
-from recipes.instruments.plan.estimate import Estimate
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.targets import TooLarge, compile_step
-from tests.by_hand.plan_cases import Case, estimated
+from tests.support.plan_estimates import Case, estimated, ratio
 
 CASES = [
     Case("transformer", "8b", "v5p:16", "fsdp", "16", 8_192),
@@ -60,11 +59,6 @@ def measure(case: Case, folder: pathlib.Path) -> dict[str, float]:
     assert not isinstance(compiled, TooLarge), compiled
     bundles = cycles.read_bundles(folder)
     return by_kind(cycles.read_hlo(compiled.as_text(), plan.devices, bundles), plan.devices)
-
-
-def ratio(plan: Estimate, counted: dict[str, float]) -> float:
-    """A step's estimated time, divided by its cycles'."""
-    return plan.step * cycles.clock(plan.devices) / sum(counted.values())
 
 
 def main(path: pathlib.Path) -> None:

@@ -16,9 +16,9 @@ from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.sharding.rules import used_axes
 from recipes.common.train.optimizer import adamw
 from recipes.common.train.state import abstract_state, new_params
-from tests.by_hand.hf_parity import GOLDEN
 from tests.conftest import full_except
 from tests.support import odd_shapes, runs
+from tests.support.golden_folders import GOLDEN
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick

@@ -34,18 +34,11 @@ from recipes.common.train.state import abstract_state, new_params, new_state
 from recipes.common.train.step import TrainStep
 from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from recipes.instruments.prove.run import train
-from tests.by_hand.hf_parity import (
-    ADAPTERS,
-    FAMILIES,
-    GOLDEN,
-    TOKENS_BT,
-    TOLERANCE,
-    inputs,
-    our_logits,
-    params_of,
-)
 from tests.conftest import full_except
 from tests.support.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
+from tests.support.golden_folders import GOLDEN
+from tests.support.hf_families import ADAPTERS, FAMILIES, TOKENS_BT, TOLERANCE
+from tests.support.hf_models import inputs, our_logits, params_of
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, forget_hashes, saving, state_of

@@ -133,6 +133,14 @@ def test_imports_flow_one_way(path):
         assert of_zoo.isdisjoint(entries.ENTRIES), "entries.py looks them up"
 
 
+def test_no_test_imports_a_script_that_is_run_by_hand():
+    scripts = ROOT / "tests" / "by_hand"
+    for path in FILES:
+        if path.parts[0] == "tests" and not (ROOT / path).is_relative_to(scripts):
+            by_hand = [name for name in imports(path) if name.startswith("tests.by_hand")]
+            assert not by_hand, f"{path}: what it shares with a script belongs in tests/support"
+
+
 @pytest.mark.parametrize(
     "path", [path for path in SHIPPED if ">>> " in (ROOT / path).read_text()], ids=str
 )
