@@ -19,7 +19,7 @@ from recipes.common import hf
 from recipes.common.flags.pictures import CaptionedPictures
 from recipes.common.runtime import Run
 from recipes.common.runtime.errors import UserError
-from recipes.common.train.flags import Training
+from recipes.common.train.training_flags import Training
 from tests.support.golden_folders import GOLDEN, keys_of
 from tests.support.hf_models import export
 from tests.support.small_tokenizers import metaspace, small

@@ -15,12 +15,14 @@ import pytest
 from recipes.common.checkpoint import find
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
-from recipes.common.language import check_stages, for_another_loss, stages
+from recipes.common.language import for_another_loss
+from recipes.common.language.messages import stages
 from recipes.common.report.hlo import collectives
 from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout
+from recipes.common.train.checks import check_stages
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
 from recipes.instruments.plan.textbook import of_stages

@@ -11,12 +11,11 @@ import shlex
 from typing import Any
 
 from data import hub
-from recipes.common.checkpoint import probe
+from recipes.common.checkpoint import integrity, probe
 from recipes.common.entries import ENTRIES
 from recipes.common.runtime import describe, quote
 from recipes.common.storage import folders, jsonl
 
-FILE = "README.md"
 PICTURE = "loss.png"
 
 LICENCES = {  # for datasets that come with the zoo or with Python
@@ -40,12 +39,6 @@ OMITTED_FLAGS = {
     *("temperature", "eval_every", "keep_best", "tensorboard", "wandb", "profile", "plan"),
     "platform",
 }
-ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
-
-
-def digests(text: str) -> dict[str, str]:
-    """File → SHA-256, parsed from a card."""
-    return dict(ROW.findall(text))
 
 
 def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
@@ -217,9 +210,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
             *table(rows),
             *(["![Losses of the run](loss.png)", ""] if PICTURE in hashes else []),
             *in_its_words(facts),
-            "| File | Bytes | SHA-256 |",
-            "| --- | ---: | --- |",
-            *(f"| `{name}` | {size:,} | `{sha}` |" for name, (size, sha) in hashes.items()),
+            *integrity.card_rows(hashes),
             "",
         ]
     )

@@ -158,6 +158,7 @@ class NewHead:
     source: Source
     layout: Layout  # the new model's
     names: tuple[str, ...]  # paths of the head's parameters
+    files = ()
 
     @property
     def path(self) -> pathlib.Path:

@@ -18,7 +18,7 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -27,7 +27,7 @@ from etils import epath
 
 from data.tokenizer import BYTES, Tokenizer, from_files
 from recipes.common import entries
-from recipes.common.checkpoint import card, integrity
+from recipes.common.checkpoint import integrity
 from recipes.common.runtime import UserError, agreement
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.storage import folders
@@ -60,6 +60,9 @@ class Source(Protocol):
     @property
     def step(self) -> int: ...
 
+    @property
+    def files(self) -> Sequence[pathlib.Path]: ...  # with the parameters; empty: see hashes.json
+
     def shapes(self) -> Tree:
         """{"params": …}, and "buffers" if there are any: nested dicts of leaves with a shape."""
 
@@ -82,6 +85,7 @@ class Checkpoint:
 
     path: pathlib.Path  # the folder with the items
     metadata: dict[str, Any]
+    files = ()
 
     @property
     def step(self) -> int:
@@ -222,8 +226,8 @@ def write(
         hashes = integrity.hashes_of(beside, folders.at(beside).sizes())
         if readme:
             text = readme(hashes)
-            (beside / card.FILE).write_text(text)
-            hashes |= integrity.hashes_of(beside, {card.FILE: len(text.encode())})
+            (beside / integrity.CARD).write_text(text)
+            hashes |= integrity.hashes_of(beside, {integrity.CARD: len(text.encode())})
         integrity.write_hashes(beside, hashes)
         folders.at(beside).sync()
         folders.at(beside).move_to(folder)

@@ -20,6 +20,7 @@ class NewParts:
 
     source: Source
     layout: Layout  # the model's
+    files = ()
 
     @property
     def path(self) -> pathlib.Path:
