@@ -30,11 +30,11 @@ from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench import common, compiled, gpu, gpu_trace, memory, slices, targets
 from recipes.instruments.bench import row as rows
 from recipes.instruments.bench.row import Row
-from recipes.instruments.plan import memory as analysis_memory
-from recipes.instruments.plan import targets as aot
+from recipes.instruments.plan import compilers as aot
+from recipes.instruments.plan import step_memory as analysis_memory
 from recipes.instruments.plan.estimate import abstract_mesh, estimate
 from recipes.instruments.plan.hardware import parse_devices
-from recipes.instruments.plan.memory import IN_FLIGHT, memory_parts, on_host
+from recipes.instruments.plan.step_memory import IN_FLIGHT, memory_parts, on_host
 from recipes.instruments.plan.textbook import device_tokens, of_weights, textbook, transfers
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES

@@ -35,7 +35,7 @@ from recipes.instruments.explore import arrays
 from recipes.instruments.explore import command as explore
 from recipes.instruments.explore import export as explorer
 from recipes.instruments.explore.causes import causes
-from recipes.instruments.plan import memory, textbook
+from recipes.instruments.plan import step_memory, textbook
 from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.search import meshes
@@ -157,7 +157,7 @@ def expected(choice: dict, kind: str) -> dict | None:
                   "slices": slices(choice["mesh"], spec, shapes[path].shape)}
             for how, spec in specs.items()
         }  # fmt: skip
-    kept = {purpose: round(count) for purpose, count in memory.memory_parts(layout).items()}
+    kept = {purpose: round(count) for purpose, count in step_memory.memory_parts(layout).items()}
     return {"sent": textbook.transfers(layout), "memory": kept, "arrays": found}
 
 

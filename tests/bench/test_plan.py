@@ -32,7 +32,7 @@ from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.shape import RecurrenceShape, Shape, trace_shape
 from recipes.common.train.optimizer import adamw
 from recipes.common.train.step import TrainStep
-from recipes.instruments.plan import answer, cycles, memory, targets
+from recipes.instruments.plan import answer, compilers, step_cycles, step_memory
 from recipes.instruments.plan import command as planner
 from recipes.instruments.plan import page as plan_page
 from recipes.instruments.plan import search as searching
@@ -167,7 +167,7 @@ def test_recurrent_layers_by_hand():
     def parts_of(shape: Shape) -> dict[str, float]:
         hybrid = dataclasses.replace(layout)
         vars(hybrid)["shape"] = shape
-        return memory.memory_parts(hybrid)
+        return step_memory.memory_parts(hybrid)
 
     parts = parts_of(shape)
     assert parts["saved activations"] == 4 * 2 * 16 * 64 * 4  # four layers' inputs of two rows
@@ -219,7 +219,7 @@ def test_what_a_pipeline_saves_by_hand():
             Config.tiny(), num_layers=8, pipe_microbatches=16, pipeline=schedule
         )
         layout = make_layout(Transformer, config, mesh, "pp", batch_size=32, seq_len=64)
-        saved[schedule] = memory.memory_parts(layout)["saved activations"]
+        saved[schedule] = step_memory.memory_parts(layout)["saved activations"]
     each = 64 * 64 * 4 * 2  # a row's inputs of two layers
     assert saved == {"1f1b": 7 * each, "interleaved": 7.5 * each, "gpipe": 17 * each}
 
@@ -356,7 +356,7 @@ def test_dense_first_layers_by_hand():
     layout = make_layout(moe.MoE, config, make_mesh("4x2"), "tp", batch_size=8, seq_len=16)
     received = 64  # by all of a position's experts
     numbers = 3 * 64 + received
-    assert memory.memory_parts(layout)["saved activations"] == numbers * 2 * 16 * 4
+    assert step_memory.memory_parts(layout)["saved activations"] == numbers * 2 * 16 * 4
 
 
 def test_only_experts_with_a_capacity_compute_empty_slots():
@@ -389,9 +389,9 @@ def test_a_fused_backward_pass_keeps_a_dq_for_each_block_of_keys(seq_len, blocks
     config = dataclasses.replace(Config.tiny(), dtype="bfloat16", remat="full")
     mesh = abstract_mesh({"data": 8}, parse_devices("v5p:8"))
     layout = make_layout(Transformer, config, mesh, "dp", batch_size=8, seq_len=seq_len)
-    fused = memory.memory_parts(layout)["live working set"]
+    fused = step_memory.memory_parts(layout)["live working set"]
     monkeypatch.setattr(splash, "PARTIAL", 0)
-    in_two_kernels = memory.memory_parts(layout)["live working set"]
+    in_two_kernels = step_memory.memory_parts(layout)["live working set"]
     partials, products = blocks * 16 * 8, 3 * 128
     assert fused - in_two_kernels == max(partials - products, 0) * seq_len * 2
 
@@ -1078,7 +1078,7 @@ def test_devices_are_simulated_after_planning(run):
 
 def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):
     """A recorded program for 4 v5e in place of the compiler's."""
-    text, bundles = cycles.read_program(ROOT / "tests" / "golden" / "scan_with_kernel.hlo")
+    text, bundles = step_cycles.read_program(ROOT / "tests" / "golden" / "scan_with_kernel.hlo")
     program = types.SimpleNamespace(as_text=lambda: text)
     monkeypatch.setattr(planner, "compile_step", lambda *_: program)
     monkeypatch.setattr(planner, "make_program", lambda *_: None)
@@ -1087,7 +1087,7 @@ def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):
     devices = parse_devices("v5e:4")
     job, abstract, _ = planner.make_job(planner.Flags(size="tiny", devices="v5e:4"), devices)
     costs = planner._confirm(job.model, search(job, devices, abstract).ranked[0], 0, tmp_path)
-    total = cycles.count(cycles.read_hlo(text, devices, bundles), devices).total
+    total = step_cycles.count(step_cycles.read_hlo(text, devices, bundles), devices).total
     assert costs["compiled_seconds"] == total / (197e12 / 2**17)
     ratio = costs["seconds"]["step"] / costs["compiled_seconds"]
     assert planner._line(costs).endswith(f" | {ratio:.2f} |")
@@ -1104,7 +1104,7 @@ def test_the_tpu_s_library_has_no_host_to_look_for(monkeypatch):
     for name in ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    targets._slice("v5p", 64)
+    compilers._slice("v5p", 64)
     assert os.environ["TPU_WORKER_HOSTNAMES"] == "localhost"
     assert os.environ["TPU_ACCELERATOR_TYPE"] == "v5p-8"
     assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"

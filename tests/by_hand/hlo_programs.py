@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.sharding.compiler_options import compiler_options
 from recipes.instruments.bench.targets import GPUS, TPUS, check_targets
+from recipes.instruments.plan.compilers import topology
 from recipes.instruments.plan.hardware import NODE
-from recipes.instruments.plan.targets import topology
 from tests.support.known_programs import (
     ACROSS_SLICES,
     AXIS,

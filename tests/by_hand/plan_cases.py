@@ -15,8 +15,8 @@ from recipes.common import entries
 from recipes.common.report import report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.instruments.plan.command import make_program
+from recipes.instruments.plan.compilers import TooLarge, compile_step, missing_compiler
 from recipes.instruments.plan.hardware import parse_devices
-from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler
 from tests.support.plan_estimates import Case, estimated
 
 DENSE = [  # rules, mesh on 16, mesh on 256

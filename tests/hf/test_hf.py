@@ -29,7 +29,7 @@ from recipes.common.hf import gpt_oss as oss
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import abstract_model, paths
-from recipes.instruments.prove.compare import (
+from recipes.instruments.prove.comparison import (
     LOSS_TOLERANCE,
     STATE_TOLERANCE,
     compare_all,

@@ -26,7 +26,7 @@ from recipes.instruments import user_model
 from recipes.instruments.prove import cases
 from recipes.instruments.prove import run as prove_run
 from recipes.instruments.prove.cases import prove
-from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all, compare_gradients
+from recipes.instruments.prove.comparison import GRADIENT_TOLERANCE, compare_all, compare_gradients
 from recipes.instruments.prove.precision import prove_precision
 from recipes.instruments.prove.subject import layouts, reference_layout
 from tests.conftest import ROOT, full_except

@@ -23,7 +23,7 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
 from recipes.instruments.bench.common import make_step
 from recipes.instruments.plan.textbook import textbook, transfers
-from recipes.instruments.prove.compare import (
+from recipes.instruments.prove.comparison import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     compare_gradients,

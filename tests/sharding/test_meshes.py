@@ -30,7 +30,7 @@ from recipes.common.train.state import abstract_state
 from recipes.common.train.update import apply_gradients
 from recipes.instruments.prove import run as prove
 from recipes.instruments.prove.cases import TOLERANCES, compare_runs
-from recipes.instruments.prove.compare import (
+from recipes.instruments.prove.comparison import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     compare_all,

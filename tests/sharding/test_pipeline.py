@@ -26,7 +26,7 @@ from recipes.common.train.checks import check_stages
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
 from recipes.instruments.plan.textbook import of_stages
-from recipes.instruments.prove.compare import (
+from recipes.instruments.prove.comparison import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     compare_gradients,

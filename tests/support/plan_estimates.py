@@ -6,7 +6,7 @@ from typing import NamedTuple
 from recipes.common import entries
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding import make_layout
-from recipes.instruments.plan import cycles
+from recipes.instruments.plan import step_cycles
 from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import parse_devices
 
@@ -47,4 +47,4 @@ def estimated(case: Case) -> Estimate:
 
 def ratio(plan: Estimate, counted: dict[str, float]) -> float:
     """A step's estimated time, divided by its cycles'."""
-    return plan.step * cycles.clock(plan.devices) / sum(counted.values())
+    return plan.step * step_cycles.clock(plan.devices) / sum(counted.values())

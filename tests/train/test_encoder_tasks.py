@@ -20,7 +20,7 @@ from recipes.common.tasks.text_encoders import PairLoss, for_task
 from recipes.common.train.new_parts import NewParts
 from recipes.common.train.state import new_params
 from recipes.common.train.step import gradients
-from recipes.instruments.prove.compare import compare_gradients, largest_relative
+from recipes.instruments.prove.comparison import compare_gradients, largest_relative
 from tests.conftest import full_except
 from tests.support.encoders import SMALL, written
 from tests.support.models import built

@@ -14,7 +14,7 @@ from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, make_optimizer
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients
-from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all
+from recipes.instruments.prove.comparison import GRADIENT_TOLERANCE, compare_all
 from recipes.instruments.prove.run import OPTIMIZER, numbers, restored
 from tests.support.entries import ENTRIES
 from tests.support.models import random_values

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import zoo
-from recipes.common.checkpoint import integrity, lora
+from recipes.common.checkpoint import adapters, integrity
 from recipes.common.checkpoint.store import Source, config_of, open_checkpoint
 from recipes.common.runtime import UserError, processes
 from recipes.common.storage import folders
@@ -188,7 +188,7 @@ def load(location: Location, hash_files: bool) -> Source:
     recorded = source.metadata["base"]["sha256"]  # PEFT records none
     # The digest of a Hugging Face folder takes reading all of it.
     if recorded and (hash_files or not location.base.hf_name):
-        digest = lora.content_sha256(base)
+        digest = adapters.content_sha256(base)
         if digest != recorded:
             raise UserError(
                 f"{location.named} is an adapter of a model with SHA-256 {recorded[:8]}…, and {path} "
@@ -196,7 +196,7 @@ def load(location: Location, hash_files: bool) -> Source:
             )
     if location.hf_name:  # PEFT's files don't say what their base is
         source = source.on(base.metadata, config_of(base))
-    adapted = lora.Adapted(source, base, lora.portable_path(base, path))
+    adapted = adapters.Adapted(source, base, adapters.portable_path(base, path))
     adapted.check()
     return adapted
 

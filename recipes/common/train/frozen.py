@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from recipes.common import checkpoint
 from recipes.common.checkpoint import Source
-from recipes.common.checkpoint.lora import content_sha256
+from recipes.common.checkpoint.adapters import content_sha256
 from recipes.common.report.report import bytes_per_device, size
 from recipes.common.sharding import Layout, Tree, shardings
 from recipes.common.sharding.host_memory import on_host

@@ -26,7 +26,7 @@ from recipes.instruments.bench.targets import (
     check_targets,
     mesh_name,
 )
-from recipes.instruments.plan.targets import TooLarge, compile_step, topology
+from recipes.instruments.plan.compilers import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import textbook
 from zoo.core.config import Compute
 from zoo.sizes import TRANSFORMER as SIZES

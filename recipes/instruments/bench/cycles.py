@@ -28,11 +28,11 @@ from recipes.common.train.optimizer import OPTIMIZERS
 from recipes.instruments.bench import documents
 from recipes.instruments.bench.common import Table, machine, make_step, numbers
 from recipes.instruments.bench.targets import mesh_name
-from recipes.instruments.plan import cycles as plan_cycles
-from recipes.instruments.plan.cycles import Cycles, Reading, read_hlo, write_program
+from recipes.instruments.plan import step_cycles as plan_cycles
+from recipes.instruments.plan.compilers import TooLarge, compile_step, missing_compiler, topology
 from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import Devices, parse_devices
-from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
+from recipes.instruments.plan.step_cycles import Cycles, Reading, read_hlo, write_program
 from recipes.instruments.plan.textbook import device_tokens, devices_of_a_row
 from zoo.core.strategies import EXPERT
 

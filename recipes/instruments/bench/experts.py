@@ -12,7 +12,7 @@ from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.instruments.bench.common import Step, Table, machine, make_step, numbers, one_of
 from recipes.instruments.bench.targets import TPUS, check_targets
-from recipes.instruments.plan.targets import TooLarge, compile_step, topology
+from recipes.instruments.plan.compilers import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import device_tokens, transfers
 from zoo.experts.mixture import EXPERT_REMAT
 from zoo.moe import Config, MoE

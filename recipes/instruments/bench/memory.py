@@ -26,9 +26,9 @@ from recipes.instruments.bench.targets import (
     check_targets,
     mesh_name,
 )
+from recipes.instruments.plan.compilers import DOES_NOT_FIT, TooLarge, compile_step, topology
 from recipes.instruments.plan.hardware import HARDWARE
-from recipes.instruments.plan.memory import kernel, memory_parts, on_host
-from recipes.instruments.plan.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
+from recipes.instruments.plan.step_memory import kernel, memory_parts, on_host
 from zoo.core.config import Compute
 from zoo.core.stack import REMAT_POLICIES
 from zoo.sizes import TRANSFORMER as SIZES

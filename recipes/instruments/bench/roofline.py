@@ -18,10 +18,10 @@ from recipes.common.runtime.flags import choose, flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench.common import ONE_DEVICE, Table, machine, make_step
-from recipes.instruments.plan.cycles import write_program
+from recipes.instruments.plan.compilers import TooLarge, compile_step, missing_compiler, topology
 from recipes.instruments.plan.gpu_program import read_hlo
 from recipes.instruments.plan.hardware import HARDWARE
-from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
+from recipes.instruments.plan.step_cycles import write_program
 
 
 @dataclasses.dataclass(frozen=True)

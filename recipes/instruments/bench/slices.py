@@ -14,7 +14,7 @@ from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.instruments.bench.common import Step, Table, machine, make_step, numbers, one_of
 from recipes.instruments.bench.targets import TPUS, MeshFlags, check_targets, mesh_name
-from recipes.instruments.plan.targets import TooLarge, compile_step, topology
+from recipes.instruments.plan.compilers import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import of_stages
 from zoo.sizes import TRANSFORMER as SIZES
 from zoo.transformer import RULES

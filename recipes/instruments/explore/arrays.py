@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from recipes.common import entries
 from recipes.common.sharding.abstract import AbstractModel
 from recipes.common.sharding.shape import Shape
-from recipes.instruments.plan import memory, textbook
+from recipes.instruments.plan import step_memory, textbook
 from zoo.core.sharding import AxisNames
 
 ROWS, LENGTH = 3, 16  # of the batch that `activations` traces
@@ -50,7 +50,7 @@ def cache(abstract: AbstractModel) -> list[Array]:
     (slots,) = known.keys() - elsewhere - {"batch", *positions, *names.in_use.values()}
     rules = {axis: None for axis, on in known.items() if on in ("weights", "stack")}
     # Explicit axes must agree: an array's heads are queries' or keys', its T positions or slots.
-    rules |= dict.fromkeys(positions) | {textbook.HEADS: memory.KV_HEADS}
+    rules |= dict.fromkeys(positions) | {textbook.HEADS: step_memory.KV_HEADS}
 
     def prefill(variables, tokens, lengths):
         return abstract.merge(variables).prefill(tokens, lengths, LENGTH)[1]

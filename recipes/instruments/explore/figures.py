@@ -12,7 +12,7 @@ from recipes.common.sharding.abstract import AbstractModel
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import Rules
 from recipes.common.sharding.shape import Shape
-from recipes.instruments.plan import memory, search, textbook
+from recipes.instruments.plan import search, step_memory, textbook
 from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.textbook import Transfer
@@ -94,12 +94,12 @@ def _of_layout(
     """
     requested = job.strategies[layout.strategy]
     of_weights = [(parts.of_path(x), t) for x, t in textbook.of_each_weight(layout, job.accumulate)]
-    sizes = memory.weights(layout)
+    sizes = step_memory.weights(layout)
     kept, sent = [], []
     for rows in job.rows:
         for length in job.lengths:
             batch = _with_batch(job, layout, rows, length)
-            kept.append(batch and memory.memory_parts(
+            kept.append(batch and step_memory.memory_parts(
                 batch, job.accumulate, offload=job.offload, sizes=sizes
             ))  # fmt: skip
             sent.append(batch and _sent(batch, of_weights, parts, job.accumulate))

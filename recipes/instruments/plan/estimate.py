@@ -25,7 +25,7 @@ from recipes.common.sharding.shape import AttentionShape, Shape
 from recipes.common.train.planned import FrozenModel
 from recipes.instruments.plan.calibration import FACTORS, LOWER_BOUND
 from recipes.instruments.plan.hardware import USABLE, Devices
-from recipes.instruments.plan.memory import (
+from recipes.instruments.plan.step_memory import (
     compute_bytes,
     kernel,
     memory_parts,

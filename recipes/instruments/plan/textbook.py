@@ -17,7 +17,7 @@ from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import ITERATIONS, Form, form_of, matrix_sides
 from recipes.common.sharding.rules import target_axes
 from recipes.common.sharding.shape import ExpertsShape
-from recipes.instruments.plan.memory import compute_bytes
+from recipes.instruments.plan.step_memory import compute_bytes
 from zoo.core.decoder import HEAD_PATH
 from zoo.core.sharding import device, optimizer_axes, shards
 from zoo.core.strategies import EXPERT, HEADS, LAYERS, RESIDUAL_SEQ, SEQ

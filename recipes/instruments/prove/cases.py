@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 
 from recipes.common.sharding import Layout, paths
 from recipes.common.train.state import abstract_state
-from recipes.instruments.prove import compare, table
-from recipes.instruments.prove.compare import Difference
-from recipes.instruments.prove.locate import Place, locate
+from recipes.instruments.prove import comparison, table
+from recipes.instruments.prove.comparison import Difference
+from recipes.instruments.prove.first_difference import Place, locate
 from recipes.instruments.prove.run import (
     OPTIMIZER,
     Training,
@@ -41,10 +41,10 @@ from recipes.instruments.user_model import Subject, make_subject, reason
 # What is compared → the largest relative difference that rounding explains.
 TOLERANCES = {
     "initial": 0.0,
-    "loss": compare.LOSS_TOLERANCE,
-    "metrics": compare.LOSS_TOLERANCE,
-    "gradient": compare.GRADIENT_TOLERANCE,
-    "state": compare.STATE_TOLERANCE,
+    "loss": comparison.LOSS_TOLERANCE,
+    "metrics": comparison.LOSS_TOLERANCE,
+    "gradient": comparison.GRADIENT_TOLERANCE,
+    "state": comparison.STATE_TOLERANCE,
     "restore": 0.0,
 }
 
@@ -77,7 +77,7 @@ class Case:
     @property
     def is_rounding(self) -> bool:
         """Whether float64 shows that what differs in float32 is rounding."""
-        return self.float64 is not None and self.float64 <= compare.FLOAT64_TOLERANCE
+        return self.float64 is not None and self.float64 <= comparison.FLOAT64_TOLERANCE
 
     @property
     def holds(self) -> bool:
@@ -183,7 +183,7 @@ class Reference:
     @functools.cached_property
     def zeros(self) -> set[str]:
         """Paths of gradients that are zero but for rounding."""
-        return compare.zeros(paths(self.unchanged.grads[0]))
+        return comparison.zeros(paths(self.unchanged.grads[0]))
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -228,7 +228,7 @@ def prove_case(
     differences = compare_runs(training, reference.training)
     after = restored(training.state, abstract_state(target, reference.optimizer))
     warnings = wasteful(layout, reference.optimizer, subject.batch, measured.step)
-    differences["restore"] = compare.compare_all(after, training.final, is_copy=True)
+    differences["restore"] = comparison.compare_all(after, training.final, is_copy=True)
     case = Case(
         strategy,
         mesh,
@@ -256,20 +256,20 @@ def compare_runs(on_mesh: Training, on_one: Training) -> dict[str, dict[str, Dif
         return {name: np.array(x, dtype) for name, x in metrics.items()}
 
     metrics = worst(
-        compare.compare_finite(arrays(a), arrays(b))
+        comparison.compare_finite(arrays(a), arrays(b))
         for a, b in zip(on_mesh.metrics, on_one.metrics, strict=True)
     )
     gradients = worst(
-        compare.compare_gradients(paths(a), paths(b))
+        comparison.compare_gradients(paths(a), paths(b))
         for a, b in zip(on_mesh.grads, on_one.grads, strict=True)
     )
     initial = numbers(on_mesh.initial)
     return {
-        "initial": compare.compare_all(initial, numbers(on_one.initial), is_copy=True),
+        "initial": comparison.compare_all(initial, numbers(on_one.initial), is_copy=True),
         "loss": {"loss": metrics.pop("loss")},
         "metrics": metrics,
         "gradient": gradients,
-        "state": compare.compare_all(on_mesh.final, on_one.final),
+        "state": comparison.compare_all(on_mesh.final, on_one.final),
     }
 
 

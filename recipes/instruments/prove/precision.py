@@ -18,7 +18,7 @@ from recipes.common.sharding.compiler_options import QUICK
 from recipes.common.train.feed import to_devices
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import gradients
-from recipes.instruments.prove import compare
+from recipes.instruments.prove import comparison
 from recipes.instruments.prove.run import initial_state
 from recipes.instruments.prove.source import folder_of
 from recipes.instruments.prove.subject import check_loss, layouts, make_meshes, reference_layout
@@ -125,7 +125,7 @@ def prove_precision(
         except Exception as error:  # whatever the user's code raises
             failed[where] = reason(error)
             continue
-        differences = compare.compare_gradients(in_16_bits, reference)
+        differences = comparison.compare_gradients(in_16_bits, reference)
         errors[where] = {path: x.relative for path, x in differences.items()}
     folder = folder_of(nnx.eval_shape(short.build))
     here = _sums(one, short, short.batch, folder, few=1)

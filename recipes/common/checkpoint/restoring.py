@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from data.tokenizer import Tokenizer
 from recipes.common import entries
-from recipes.common.checkpoint import lora
+from recipes.common.checkpoint import adapters
 from recipes.common.checkpoint.locate import find
 from recipes.common.checkpoint.store import Source, config_of
 from recipes.common.flags.config_flags import replace
@@ -111,7 +111,7 @@ def check_variables(source: Source, layout: Layout) -> None:
     """
     shapes = source.shapes()
     adapted = source.source if isinstance(source, NewHead) else source
-    if "base" in layout.model.shapes and isinstance(adapted, lora.Adapted):
+    if "base" in layout.model.shapes and isinstance(adapted, adapters.Adapted):
         adapted.check_config(layout.config)
     model = unadapted(layout.model.shapes)
     for kind in {**shapes, **model}:
