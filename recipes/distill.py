@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 from recipes.common import checkpoint, entries, language
-from recipes.common.checkpoint import Source, open_run
+from recipes.common.checkpoint import WeightSource, open_run
 from recipes.common.distillation.student_loss import Distillation, Distilling, check_vocabularies
 from recipes.common.distillation.teacher_logits import with_teacher
 from recipes.common.flags.config_flags import configure, describe_set
@@ -105,7 +105,7 @@ def entry_and_size(run: Run, flags: Distillation) -> tuple[str, str]:
     return entry, choose("student", size, entries.sizes(entry))
 
 
-def frozen_teacher(source: Source, layout: Layout, flags: Distillation) -> Frozen:
+def frozen_teacher(source: WeightSource, layout: Layout, flags: Distillation) -> Frozen:
     """The teacher on the student's mesh, under its own rules. Raises UserError if it doesn't fit."""
     entry, dtype = source.metadata["entry"], flags.teacher_dtype
     if entries.ENTRIES.get(entry, entries.ENTRIES["mlp"]).data != "data.text":

@@ -141,7 +141,7 @@ def write(out: pathlib.Path, texts: list[str], vectors: np.ndarray) -> None:
     folders.write(out, file.getvalue())
 
 
-def find_model(flags: Embed) -> checkpoint.Source:
+def find_model(flags: Embed) -> checkpoint.WeightSource:
     """The model. Raises UserError if it, the texts or the file to write are missing."""
     for name in ("restore_from", "dataset", "out"):
         if not getattr(flags, name):

@@ -159,7 +159,11 @@ def write(out: Any, flags: Evaluate, results: dict[str, Any], to_json: Any = Non
 
 
 def classify(
-    devices: Devices, flags: Evaluate, mesh: Any, source: checkpoint.Source, tokenizer: Tokenizer
+    devices: Devices,
+    flags: Evaluate,
+    mesh: Any,
+    source: checkpoint.WeightSource,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """Classifies pictures by captions of their classes. Returns the results. Raises UserError."""
     dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
@@ -222,7 +226,7 @@ def load(
     return data
 
 
-def find_model(flags: Evaluate) -> checkpoint.Source:
+def find_model(flags: Evaluate) -> checkpoint.WeightSource:
     """The model to evaluate. Raises UserError if it, or a text or task, is missing."""
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")

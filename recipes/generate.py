@@ -134,7 +134,7 @@ def main(devices: Devices, flags: Generate) -> None:
 
 
 def model_layout(
-    source: checkpoint.Source, mesh: Mesh, rules: str, compute: dict[str, Any]
+    source: checkpoint.WeightSource, mesh: Mesh, rules: str, compute: dict[str, Any]
 ) -> Layout:
     """The model's layout. Without --rules, weights are stored as they are used.
 

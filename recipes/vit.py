@@ -78,7 +78,7 @@ def main(run: Run, flags: Any, data: Pictures, training: Training) -> PlannedSte
     finish(folder, layout, log)
 
 
-def model_config(flags: Any, start: checkpoint.Source | None, device: jax.Device) -> Config:
+def model_config(flags: Any, start: checkpoint.WeightSource | None, device: jax.Device) -> Config:
     """The size's Config, or the checkpoint's, changed by flags. Raises UserError if these don't fit.
 
     Args:

@@ -216,7 +216,7 @@ def three_steps(entry_name: str, strategy: str, mesh: str, is_long: bool) -> dic
             after, _, batch_grads = step(inputs, to_devices(batch, layout))
             buffers = {kind: after[kind] for kind in after.keys() & {"buffers"}}
             state = update(state | buffers, batch_grads)
-        states[name] = prove.numbers(state)
+        states[name] = prove.to_host(state)
     return states
 
 

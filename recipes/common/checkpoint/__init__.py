@@ -18,7 +18,7 @@ from recipes.common.checkpoint.run_folder import RunFolder, flags_of, open_run
 from recipes.common.checkpoint.saver import Saver
 from recipes.common.checkpoint.store import (
     Checkpoint,
-    Source,
+    WeightSource,
     config_from,
     config_of,
     metadata,

@@ -28,10 +28,10 @@ FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # in the model's config
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """An adapter joined with its base: a Source of the merged model."""
+    """An adapter joined with its base: a WeightSource of the merged model."""
 
-    adapter: Any  # Source of the factors: a Checkpoint or a PEFT folder
-    base: Any  # Source
+    adapter: Any  # WeightSource of the factors: a Checkpoint or a PEFT folder
+    base: Any  # WeightSource
     where: str  # location of the base, in the form that --base takes
     files = ()
 

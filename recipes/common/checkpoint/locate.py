@@ -7,7 +7,7 @@ from typing import Any
 
 import zoo
 from recipes.common.checkpoint import adapters, integrity
-from recipes.common.checkpoint.store import Source, config_of, open_checkpoint
+from recipes.common.checkpoint.store import WeightSource, config_of, open_checkpoint
 from recipes.common.runtime import UserError, processes
 from recipes.common.storage import folders
 
@@ -31,7 +31,7 @@ class Location:
     hf_name: str = ""  # of a Hugging Face model or adapter; empty: a checkpoint
     base: "Location | None" = None  # of an adapter
 
-    def open(self) -> Source:
+    def open(self) -> WeightSource:
         """The model, or the adapter alone. Raises UserError."""
         if not self.hf_name:
             with folders.user_errors(f"{self.named} can't be read", "use another"):
@@ -51,7 +51,7 @@ def published() -> list[str]:
 
 def find(
     path: str | pathlib.Path, flag: str = "--restore_from", hash_files: bool = True, base: str = ""
-) -> Source:
+) -> WeightSource:
     """The checkpoint at a path: a run's workdir (its newest one) or a checkpoint's own folder.
 
     A bare name that is no folder is a published checkpoint: "mlp.digits". "hf:DIR" is a Hugging
@@ -168,7 +168,7 @@ def _nothing_there(folder: pathlib.Path, named: str) -> UserError:
 # ---- opening -------------------------------------------------------------------------------------
 
 
-def load(location: Location, hash_files: bool) -> Source:
+def load(location: Location, hash_files: bool) -> WeightSource:
     """Opens what is at a location, an adapter joined with its base. Each process must call this.
 
     Args:

@@ -48,7 +48,7 @@ ANY_MESH = ocp.type_handlers.create_type_handler_registry(
 TOKENIZER = "tokenizer"
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """A source of a model's variables: a checkpoint or a Hugging Face model folder."""
 
     @property
@@ -81,7 +81,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint on disk: a Source."""
+    """One checkpoint on disk: a WeightSource."""
 
     path: pathlib.Path  # the folder with the items
     metadata: dict[str, Any]
@@ -136,7 +136,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     return Checkpoint(folders.absolute(folder), json.loads(text))
 
 
-def config_of(source: Source) -> Any:
+def config_of(source: WeightSource) -> Any:
     """The Config of a checkpoint's model. Raises UserError if this zoo lacks the entry."""
     entry = source.metadata["entry"]
     if entry not in entries.ENTRIES:
@@ -147,7 +147,7 @@ def config_of(source: Source) -> Any:
     return config_from(entries.zoo_file(entry).Config, source)
 
 
-def config_from(config_class, source: Source):
+def config_from(config_class, source: WeightSource):
     """An instance of `config_class` from a checkpoint's metadata.
 
     Raises UserError for fields that this version lacks, or invalid values.

@@ -6,7 +6,7 @@ from typing import Any
 
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
-from recipes.common.checkpoint import Source, flags_of, open_run
+from recipes.common.checkpoint import WeightSource, flags_of, open_run
 from recipes.common.flags.config_flags import check_vocabulary, configure, describe_set
 from recipes.common.language import messages
 from recipes.common.language.sample import Sample
@@ -81,7 +81,7 @@ def main(
 def model_config(
     entry: str,
     flags: Any,
-    start: Source | None,
+    start: WeightSource | None,
     tokenizer: Tokenizer,
     device: Any,
     change: Callable[[Any], Any] | None = None,

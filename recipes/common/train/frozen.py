@@ -7,7 +7,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from recipes.common import checkpoint
-from recipes.common.checkpoint import Source
+from recipes.common.checkpoint import WeightSource
 from recipes.common.checkpoint.adapters import content_sha256
 from recipes.common.report.report import bytes_per_device, size
 from recipes.common.sharding import Layout, Tree, shardings
@@ -20,7 +20,7 @@ class Frozen:
     """A second model on the mesh of the first, under rules of its own."""
 
     layout: Layout
-    source: Source  # what it is
+    source: WeightSource  # what it is
     dtype: str  # of matmul weights; "": as they are stored
     shares_weights: bool = False  # it is the first model without its adapter
     on_host: bool = False  # it is in the host's memory; a step copies it to the devices

@@ -26,7 +26,7 @@ from recipes.common.sharding.shape import trace_shape
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import OPTIMIZERS
 from recipes.instruments.bench import documents
-from recipes.instruments.bench.common import Table, machine, make_step, numbers
+from recipes.instruments.bench.common import Table, machine, make_step, read_integers
 from recipes.instruments.bench.targets import mesh_name
 from recipes.instruments.plan import step_cycles as plan_cycles
 from recipes.instruments.plan.compilers import TooLarge, compile_step, missing_compiler, topology
@@ -231,7 +231,7 @@ def _print_documents(program: Program, flags: CyclesFlags, devices: Devices) -> 
             flags.dataset, flags.tokenizer, flags.seq_len
         ),
     }
-    for mean in numbers("mean_lengths", flags.mean_lengths):
+    for mean in read_integers("mean_lengths", flags.mean_lengths):
         rows[f"of {mean:,} tokens"] = documents.of_random_lengths(mean, flags.seq_len)
     print0("")
     table = Table("documents", "in a row", "blocks", "kernels, M cycles", "total")

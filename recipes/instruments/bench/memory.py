@@ -15,7 +15,7 @@ from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import count_shards, used_axes
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import OPTIMIZERS
-from recipes.instruments.bench.common import Step, Table, machine, make_step, numbers, one_of
+from recipes.instruments.bench.common import Step, Table, machine, make_step, one_of, read_integers
 from recipes.instruments.bench.targets import (
     GPUS,
     KINDS,
@@ -60,7 +60,10 @@ class MemoryFlags(MeshFlags, Offload):
 
 def memory(flags: MemoryFlags) -> None:
     sizes, kinds = one_of("sizes", flags.sizes, SIZES), one_of("kinds", flags.kinds, KINDS)
-    counts, remats = numbers("chips", flags.chips), one_of("remats", flags.remats, REMAT_POLICIES)
+    counts, remats = (
+        read_integers("chips", flags.chips),
+        one_of("remats", flags.remats, REMAT_POLICIES),
+    )
     meshes = [mesh_name(flags.axes(size, n, flags.rules)) for size in sizes for n in counts]
     check_targets(kinds, counts)
     cases = itertools.product(sizes, kinds, counts)

@@ -26,7 +26,7 @@ from zoo.parallel.context import choose_exchange
 from zoo.parallel.pipeline import microbatches, rounds, routes, ticks
 
 
-class Halves(NamedTuple):
+class AllReduceCounts(NamedTuple):
     """Half all-reduces of activations that a layer's tensor parallelism sends; the textbook has 8."""
 
     whole: int  # of activations that are whole between sublayers
@@ -36,12 +36,12 @@ class Halves(NamedTuple):
 
 # Remat policy → what it sends, counted in compiled steps. Remat repeats attention's all-reduce, and
 # sequence-sharded inputs are gathered again.
-HALVES = {
-    "none": Halves(8, 4, 4),
-    "dots": Halves(8, 6, 4),
-    "sublayers": Halves(8, 6, 4),
-    "gathered": Halves(10, 6, 4),
-    "full": Halves(10, 6, 5),
+ALL_REDUCES = {
+    "none": AllReduceCounts(8, 4, 4),
+    "dots": AllReduceCounts(8, 6, 4),
+    "sublayers": AllReduceCounts(8, 6, 4),
+    "gathered": AllReduceCounts(10, 6, 4),
+    "full": AllReduceCounts(10, 6, 5),
 }
 
 
@@ -100,7 +100,7 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
       layout: with batches, and rows of seq_len positions if it has any.
       accumulate: gradient-accumulation steps. Each one gathers weights and sums gradients.
       repeats: whether to count what compilers send beyond the textbook: activations that remat
-        sends again (HALVES), and gradients that TPUs sum over groups of replicas too.
+        sends again (ALL_REDUCES), and gradients that TPUs sum over groups of replicas too.
     """
     every = [
         *of_weights(layout, accumulate, repeats),
@@ -348,7 +348,7 @@ def _kinds(layout: Layout) -> dict[str, float]:
     """Kind of collective → how many times a layer's textbook it sends of activations, under remat."""
     if layout.shape.remat is None:
         return {"all-reduce": 1.0}
-    halves = HALVES.get(layout.shape.remat, HALVES["full"])
+    halves = ALL_REDUCES.get(layout.shape.remat, ALL_REDUCES["full"])
     if layout.count_shards(RESIDUAL_SEQ) > layout.count_shards(SEQ):
         return {"all-gather": halves.gathers / 8, "reduce-scatter": halves.scatters / 8}
     return {"all-reduce": halves.whole / 8}
