@@ -1,6 +1,10 @@
 """What a language model's run prints about its layout and its results."""
 
+from typing import Any
+
 from data.batches import Dataset
+from recipes.common.flags.config_flags import describe_set
+from recipes.common.language.text_flags import Training
 from recipes.common.report import kernel
 from recipes.common.sharding import Layout, Tree
 from recipes.common.train.checks import rows_of_a_device
@@ -8,13 +12,19 @@ from recipes.common.train.evaluation import in_words
 from zoo.parallel.pipeline import microbatches, rounds, ticks
 
 
-def about_layout(layout: Layout, corpus: Dataset, accumulate: int) -> list[str]:
-    """Lines about kernels, experts, low precision and stages, where there are any."""
+def before_training(layout: Layout, corpus: Dataset, training: Training, flags: Any) -> list[str]:
+    """Lines about the text; and about kernels, experts, low precision and stages, if there are any.
+
+    Args:
+      flags: of the model.
+    """
     return [
+        *corpus.notes,
         *kernel.report(layout, layout.seq_len, "segment_ids" in corpus.filler),
         *kernel.experts(layout),
         *kernel.matmul(layout),
-        *stages(layout, accumulate),
+        *stages(layout, training.accumulate),
+        *describe_set(flags),
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.checkpoint import WeightSource, flags_of, open_run
-from recipes.common.flags.config_flags import check_vocabulary, configure, describe_set
+from recipes.common.flags.config_flags import check_vocabulary, configure
 from recipes.common.language import messages
 from recipes.common.language.sample import Sample
 from recipes.common.language.text_flags import Text, Training
@@ -39,8 +39,8 @@ def main(
     """
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
     mesh = make_mesh(run.mesh)
-    samples = (sample,) if sample else ()
-    folder = open_run(entry, run, text, flags, training, *samples)  # what to resume or start from
+    groups = (run, text, flags, training, *([sample] if sample else []))
+    folder = open_run(entry, *groups)  # what to resume or start from
     tokenizer = checkpoint.tokenizer_for(text.tokenizer, folder.start)
     config = model_config(entry, flags, folder.start, tokenizer, mesh.devices.flat[0])
     model = entries.model(entry)  # a class, such as zoo.transformer.Transformer
@@ -58,8 +58,7 @@ def main(
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer, run.seed)
-    about = messages.about_layout(layout, corpus, training.accumulate)
-    print0(*corpus.notes, *about, *describe_set(flags))
+    print0(*messages.before_training(layout, corpus, training, flags))
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
     step = make_step(layout, run, training)
