@@ -174,7 +174,7 @@ def test_rows_of_one_call_visit_the_same_blocks():
 
 
 def test_documents_of_random_lengths_fill_rows():
-    ids = documents.of_random_lengths(200, 1_024)
+    ids = documents.random_lengths(200, 1_024)
     assert (ids > 0).mean() > 0.99
     assert set(np.diff(ids, axis=1)[ids[:, 1:] > 0].tolist()) == {0, 1}
     assert 150 < 1_024 / ids.max(1).mean() < 250

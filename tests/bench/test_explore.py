@@ -79,7 +79,7 @@ def page_of(shown: explorer.Shown) -> str:
         return explorer.page(FEW, shown, "clone/")
 
 
-BEGINS = explore.of_flags(
+BEGINS = explore.shown_by_flags(
     explore.Flags(size="tiny", mesh="8", device="v5e", batch_size=64, seq_len=512)
 )
 
@@ -370,7 +370,7 @@ def test_it_needs_nothing_else():
 @needs_browser
 def test_it_shows_the_layout_of_a_run(browse):
     run = ROOT / "tests" / "golden" / "checkpoints" / "transformer-v0.1-jax0.10.2"
-    text = page_of(explore.of_run(explore.Flags(from_=str(run))))
+    text = page_of(explore.shown_from_run(explore.Flags(from_=str(run))))
     saved, found = json.loads((run / "metadata" / "metadata").read_text()), data(text)
     assert found["start"] == {
         "entry": "transformer", "size": "run", "device": "cpu", "rules": saved["rules"]["name"],

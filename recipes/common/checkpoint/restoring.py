@@ -121,7 +121,7 @@ def check_variables(source: WeightSource, layout: Layout) -> None:
     model = unadapted(layout.model.shapes)
     for kind in {**shapes, **model}:
         saved, wanted = paths(shapes.get(kind, {})), paths(model.get(kind, {}))
-        left_out = of_head(saved) - wanted.keys()
+        left_out = head_paths(saved) - wanted.keys()
         for path in sorted((saved.keys() ^ wanted.keys()) - left_out):
             what = f"{kind[:-1].replace('param', 'parameter')} {path}"
             if path in wanted:
@@ -143,11 +143,11 @@ def check_variables(source: WeightSource, layout: Layout) -> None:
 
 def leaves_out_head(source: WeightSource, layout: Layout) -> bool:
     """Whether a checkpoint has a head for the second-next token, and the model, by mtp_depth=0, none."""
-    saved = of_head(paths(source.shapes()["params"]))
+    saved = head_paths(paths(source.shapes()["params"]))
     return bool(saved) and not layout.shape.mtp_layers
 
 
-def of_head(variables: dict) -> set[str]:
+def head_paths(variables: dict) -> set[str]:
     """The paths of a head for the second-next token."""
     return {path for path in variables if path.startswith(HEAD_PATH)}
 

@@ -120,7 +120,9 @@ def gradient_sums(
     buffers = {k: state[k] for k in state.keys() & {"buffers"}}
     if microbatches > 1 and model.phases:
         merge_trained = functools.partial(merge, buffers=buffers)
-        count, aux, grads = _of_all_pairs(model.phases, merge_trained, trained, batch, microbatches)
+        count, aux, grads = _all_pairs_gradients(
+            model.phases, merge_trained, trained, batch, microbatches
+        )
     elif microbatches == 1:
         (_, (count, aux, buffers)), grads = value_and_grad(trained, buffers, batch)
     else:
@@ -141,7 +143,7 @@ def gradient_sums(
     return grads, count, buffers, means
 
 
-def _of_all_pairs(phases: Phases, merge, trained: Tree, batch: Tree, microbatches: int):
+def _all_pairs_gradients(phases: Phases, merge, trained: Tree, batch: Tree, microbatches: int):
     """(count, aux, gradients) of a loss over all pairs of a batch, embedded in microbatches.
 
     Two passes (Gao et al. 2021, GradCache): the first embeds all microbatches and keeps their

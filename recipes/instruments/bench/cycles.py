@@ -227,12 +227,12 @@ def _print_documents(program: Program, flags: CyclesFlags, devices: Devices) -> 
         return
     rows = {
         "one a row": np.ones((max(grid.rows for _, grid in grids), flags.seq_len), np.int32),
-        f"{flags.dataset}, {flags.tokenizer}": documents.of_dataset(
+        f"{flags.dataset}, {flags.tokenizer}": documents.dataset_lengths(
             flags.dataset, flags.tokenizer, flags.seq_len
         ),
     }
     for mean in read_integers("mean_lengths", flags.mean_lengths):
-        rows[f"of {mean:,} tokens"] = documents.of_random_lengths(mean, flags.seq_len)
+        rows[f"of {mean:,} tokens"] = documents.random_lengths(mean, flags.seq_len)
     print0("")
     table = Table("documents", "in a row", "blocks", "kernels, M cycles", "total")
     executions = sum(times for times, _ in grids)

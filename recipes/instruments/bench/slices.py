@@ -15,7 +15,7 @@ from recipes.common.runtime.terminal import print0
 from recipes.instruments.bench.common import Step, Table, machine, make_step, one_of, read_integers
 from recipes.instruments.bench.targets import TPUS, MeshFlags, check_targets, mesh_name
 from recipes.instruments.plan.compilers import TooLarge, compile_step, topology
-from recipes.instruments.plan.textbook import of_stages
+from recipes.instruments.plan.textbook import stage_transfers
 from zoo.sizes import TRANSFORMER as SIZES
 from zoo.transformer import RULES
 
@@ -89,4 +89,4 @@ def textbook(step: Step, chips: int) -> float:
     if step.layout.stages == 1:
         return sum(leaf.size for leaf in jax.tree.leaves(shapes)) * width / chips
     shared = sum(leaf.size for leaf in jax.tree.leaves({**shapes, "layers": {}}))
-    return sum(x.bytes for x in of_stages(step.layout)) + 4 * shared / chips
+    return sum(x.bytes for x in stage_transfers(step.layout)) + 4 * shared / chips

@@ -39,8 +39,8 @@ from recipes.instruments.plan.step_memory import (
 from recipes.instruments.plan.textbook import (
     Transfer,
     device_tokens,
-    of_optimizer,
     optimizer_flops,
+    optimizer_transfers,
     transfers,
 )
 from zoo.core.sharding import device
@@ -139,7 +139,9 @@ def estimate(
       optimizer: one of OPTIMIZERS.
     """
     hardware = devices.hardware
-    sent = transfers(layout, accumulate, repeats=True) + of_optimizer(layout, optimizer, offload)
+    sent = transfers(layout, accumulate, repeats=True) + optimizer_transfers(
+        layout, optimizer, offload
+    )
     links, network, seconds = _sending(layout, devices, sent)
     work, shape, sizes = _work(layout, accumulate), layout.shape, weights(layout)
     repeats_matmuls, _ = REPEATS.get(shape.remat, (True, True))
