@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import DataError, buckets, cache_dir, chunks, conversations, hub, sources
+from data.cached_files import replace, stamp
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
@@ -175,13 +176,6 @@ def _content(source: Source) -> tuple[pathlib.Path | None, str]:
     return remembered, digest.hexdigest()
 
 
-def stamp(files: list[pathlib.Path]) -> str:
-    """A hash of the files' names, sizes and times, under which a digest of their content is cached."""
-    stats = [(str(path.absolute()), path.stat()) for path in files]
-    listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
-    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
-
-
 def _hash(path: pathlib.Path, digest) -> None:
     """Adds a file's content to a digest."""
     with path.open("rb") as file:
@@ -274,13 +268,6 @@ def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
                 os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file of the cache, which appears only when it is complete."""
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 # ---- chunks --------------------------------------------------------------------------------------

@@ -17,21 +17,26 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, language
 from recipes.common.checkpoint import open_run
-from recipes.common.classification import confusion, show
-from recipes.common.config_flags import check_set, describe_set
-from recipes.common.encoders import PairLoss, class_logits, count_right, for_task, task_of
+from recipes.common.flags.config_flags import check_set, describe_set
 from recipes.common.language import DECODER, Text, Training
 from recipes.common.report import flops, kernel
-from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.sharding.abstract import Phases
+from recipes.common.tasks.classification import confusion, show
+from recipes.common.tasks.text_encoders import (
+    PairLoss,
+    class_logits,
+    count_right,
+    for_task,
+    task_of,
+)
+from recipes.common.train.checks import check_step
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.new_parts import NewParts
-from recipes.common.train.offload import check_offload
-from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
-from recipes.common.train.step import TrainStep
+from recipes.common.train.planned import PlannedStep
+from recipes.common.train.step import make_step
 from zoo.bert import TASKS, Bert, Config
 from zoo.parts.pairs import EXCHANGES
 from zoo.sizes import BERT as SIZES
@@ -78,7 +83,7 @@ NEW = (Run(steps=600, batch_size=16, learning_rate=4e-3), EncoderText(), MODEL, 
 WHOLE = (Run(steps=300, batch_size=32, learning_rate=2e-3), *NEW[1:])  # to classify or embed
 
 
-def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
+def main(run: Run, text: EncoderText, flags: Any, training: Training) -> PlannedStep | None:
     task = task_of(text.task, run)
     if task == "fill":  # like a language model: recipes/common/language/recipe.py
         text = dataclasses.replace(text, task="")
@@ -104,13 +109,11 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
         seq_len=text.seq_len,
     )  # fmt: skip
     layout.check_whole(f"--task={task}")
-    kernel.check(layout)
-    language.check_heads(layout)
-    check_offload(layout, training.offload)
+    check_step(layout, training)
     if run.plan:
         texts_at_once = run.batch_size * (2 if task == "embed" else 1)
         layout = dataclasses.replace(layout, batch_size=texts_at_once)
-        return print0(*plan(layout, training.accumulate, training.offload, training.optimizer))
+        return PlannedStep(layout, training)
     print0(*texts.notes, *kernel.report(layout, text.seq_len, True), *kernel.matmul(layout))
     print0(*describe_set(flags))
     if folder.source:
@@ -135,16 +138,7 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
         layout = dataclasses.replace(layout, model=model)
 
     # ---- Step, state and training ----------------------------------------------------------------
-    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
-    optimizer = make_optimizer(
-        training.optimizer, lr, training.weight_decay, training.clip_norm,
-        matrices=hidden_matrices(layout), decays=decaying(layout),
-    )  # fmt: skip
-    step = TrainStep(
-        layout, optimizer, lr,
-        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
-        offload=training.offload,
-    )  # fmt: skip
+    step = make_step(layout, run, training)
     _, log, metrics = fit(run, folder, step, texts, tokenizer, extra=extra, example_flops=sequence)
 
     # ---- What it has learned ---------------------------------------------------------------------

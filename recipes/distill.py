@@ -12,24 +12,23 @@ import dataclasses
 from typing import Any
 
 from recipes.common import checkpoint, entries, language
-from recipes.common.checkpoint import Source, open_run
-from recipes.common.config_flags import configure, describe_set
-from recipes.common.distillation import Distillation, Distilling, check_vocabularies
+from recipes.common.checkpoint import WeightSource, open_run
+from recipes.common.distillation.student_loss import Distillation, Distilling, check_vocabularies
+from recipes.common.distillation.teacher_logits import with_teacher
+from recipes.common.flags.config_flags import configure, describe_set
 from recipes.common.language import DECODER, Text, Training
 from recipes.common.report import flops, kernel
-from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, make_mesh, print0
 from recipes.common.runtime.flags import choose
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, make_layout
 from recipes.common.sharding.rules import check_batch
-from recipes.common.teacher_logits import with_teacher
+from recipes.common.train.checks import check_stages, check_step
 from recipes.common.train.evaluation import in_words
 from recipes.common.train.frozen import Frozen
 from recipes.common.train.loop import finish, fit
-from recipes.common.train.offload import check_offload
-from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
-from recipes.common.train.step import TrainStep
+from recipes.common.train.planned import PlannedStep
+from recipes.common.train.step import make_step
 from zoo.llama_relatives import Config
 
 # The flags of the student: how to compute it, and its adapters. --set reaches the others.
@@ -39,7 +38,9 @@ NEW = (
 )  # fmt: skip
 
 
-def main(run: Run, text: Text, flags: Any, distillation: Distillation, training: Training) -> None:
+def main(
+    run: Run, text: Text, flags: Any, distillation: Distillation, training: Training
+) -> PlannedStep | None:
     # ---- Teacher, student and mesh: checked together before anything is allocated or written -----
     mesh = make_mesh(run.mesh)
     run = dataclasses.replace(run, workdir=run.workdir or "runs/distill")
@@ -59,18 +60,14 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
         seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
         seq_len=text.seq_len,
     )  # fmt: skip
-    language.check_stages(layout, training.accumulate)
-    kernel.check(layout)
-    check_offload(layout, training.offload)
+    check_step(layout, training)
     teacher = frozen_teacher(source, layout, distillation) if distillation.alpha else None
+    live = (
+        None if distillation.teacher_logits else teacher
+    )  # whose forward pass is part of the step
     about = f"Teacher: {teacher or 'none, because of --alpha=0'}."
     if run.plan:
-        live = None if distillation.teacher_logits else teacher
-        lines = plan(
-            layout, training.accumulate, training.offload, training.optimizer,
-            second=live and live.in_plan,
-        )  # fmt: skip
-        return print0(*lines, about)
+        return PlannedStep(layout, training, live and live.in_plan, notes=[about])
 
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
     corpus = text.load(tokenizer, run.seed)
@@ -87,17 +84,7 @@ def main(run: Run, text: Text, flags: Any, distillation: Distillation, training:
             sequence += flops.decoder(teacher.layout.shape, text.seq_len)["causal"] / 3  # forward
         corpus = corpus._replace(facts=corpus.facts | {"frozen": teacher.key})
         layout = dataclasses.replace(layout, model=layout.model._replace(loss=distilling))
-    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
-    optimizer = make_optimizer(
-        training.optimizer, lr, training.weight_decay, training.clip_norm,
-        matrices=hidden_matrices(layout), decays=decaying(layout),
-    )  # fmt: skip
-    step = TrainStep(
-        layout, optimizer, lr,
-        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
-        offload=training.offload,
-    )  # fmt: skip
-    live = None if distillation.teacher_logits else teacher
+    step = make_step(layout, run, training)
     _, log, metrics = fit(run, folder, step, corpus, tokenizer, example_flops=sequence, frozen=live)
 
     # ---- What it has learned ---------------------------------------------------------------------
@@ -118,7 +105,7 @@ def entry_and_size(run: Run, flags: Distillation) -> tuple[str, str]:
     return entry, choose("student", size, entries.sizes(entry))
 
 
-def frozen_teacher(source: Source, layout: Layout, flags: Distillation) -> Frozen:
+def frozen_teacher(source: WeightSource, layout: Layout, flags: Distillation) -> Frozen:
     """The teacher on the student's mesh, under its own rules. Raises UserError if it doesn't fit."""
     entry, dtype = source.metadata["entry"], flags.teacher_dtype
     if entries.ENTRIES.get(entry, entries.ENTRIES["mlp"]).data != "data.text":
@@ -134,7 +121,7 @@ def frozen_teacher(source: Source, layout: Layout, flags: Distillation) -> Froze
         )
         check_batch(its.strategy, its.rules, its.mesh, layout.batch_size)
         if its.stages > 1:
-            language.check_stages(its, accumulate=1)
+            check_stages(its, accumulate=1)
     except UserError as error:
         raise UserError(str(error).replace("--rules", "--teacher_rules")) from None
     check_vocabularies(its.config, layout.config, flags)

@@ -14,16 +14,16 @@ import jax
 from data import synthetic
 from recipes.common import checkpoint
 from recipes.common.checkpoint import RunFolder, open_run
-from recipes.common.config_flags import configure, describe_set, model_flags
+from recipes.common.flags.config_flags import configure, describe_set, model_flags
 from recipes.common.report import picture, report
-from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree, elsewhere, make_layout
 from recipes.common.train.loop import finish, fit
-from recipes.common.train.optimizer import LearningRate, adamw
-from recipes.common.train.step import TrainStep
+from recipes.common.train.planned import PlannedStep
+from recipes.common.train.step import make_step
+from recipes.common.train.training_flags import Optimization
 from zoo.dot_relu_dot import RULES, Config, DotReluDot
 
 
@@ -40,7 +40,7 @@ class Flags:
 MODEL = model_flags(Config, ("embed", "hidden"))
 
 
-def main(run: Run, model: Any, flags: Flags) -> None:
+def main(run: Run, model: Any, flags: Flags) -> PlannedStep | None:
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
     mesh, folder = make_mesh(run.mesh), open_run("dot_relu_dot", run, model, flags)
     config = checkpoint.config_of(folder.start) if folder.start else Config.small()
@@ -48,17 +48,16 @@ def main(run: Run, model: Any, flags: Flags) -> None:
     layout = make_layout(
         DotReluDot, config, mesh, run.rules, seed=run.seed, batch_size=run.batch_size
     )
+    adam = Optimization(warmup_steps=flags.warmup_steps, weight_decay=0.0)
     if run.plan:
-        return print0(*plan(layout))
+        return PlannedStep(layout, adam)
     print0(*describe_set(model))
 
     # ---- Data: examples are computed on demand, each from (seed, its number) ---------------------
     teacher = synthetic.load(config.embed, config.hidden, run.seed)
 
     # ---- Step, state and training ----------------------------------------------------------------
-    lr = LearningRate(run.learning_rate, flags.warmup_steps, run.steps, run.schedule)
-    adam = adamw(lr, weight_decay=0.0, clip_norm=1.0)
-    step = TrainStep(layout, adam, lr, skip_nonfinite=run.skip_nonfinite > 0)
+    step = make_step(layout, run, adam)
     state, log, metrics = fit(run, folder, step, teacher)
 
     # ---- What it has learned, and which device holds what ----------------------------------------

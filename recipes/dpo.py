@@ -13,22 +13,21 @@ from typing import Any
 
 from recipes.common import checkpoint, entries, language
 from recipes.common.checkpoint import flags_of, open_run, probe
-from recipes.common.config_flags import configure, describe_set
+from recipes.common.flags.config_flags import configure, describe_set
 from recipes.common.language import DECODER, Training
 from recipes.common.preference import reference as references
-from recipes.common.preference.flags import STORED, Pairs, Reference
 from recipes.common.preference.losses import Loss
 from recipes.common.preference.objective import Objective
+from recipes.common.preference.preference_flags import STORED, Pairs, Reference
 from recipes.common.preference.stored import with_reference
 from recipes.common.report import flops, kernel
-from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
+from recipes.common.train.checks import check_step
 from recipes.common.train.loop import finish, fit
-from recipes.common.train.offload import check_offload
-from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
-from recipes.common.train.step import TrainStep
+from recipes.common.train.planned import PlannedStep
+from recipes.common.train.step import make_step
 from zoo.llama_relatives import Config
 
 START = "transformer.stdlib_3m"  # where the bare command starts
@@ -44,7 +43,7 @@ NEW = (
 
 def main(
     run: Run, data: Pairs, flags: Any, loss: Loss, ref: Reference, training: Training,
-) -> None:  # fmt: skip
+) -> PlannedStep | None:  # fmt: skip
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
     mesh = make_mesh(run.mesh)
     run = dataclasses.replace(
@@ -62,21 +61,16 @@ def main(
         seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
         seq_len=data.seq_len,
     )  # fmt: skip
-    language.check_stages(layout, training.accumulate)
-    kernel.check(layout)
-    check_offload(layout, training.offload)
+    check_step(layout, training)
 
     # ---- The reference: the model without its adapter, a frozen copy, or stored numbers ----------
     reference = references.choose(loss, ref, layout, model, folder, run)
     objective = Objective(loss, reference.layout if reference else None)
     if run.plan:
         answers = dataclasses.replace(layout, batch_size=2 * run.batch_size)
-        second = reference if reference and ref.reference != STORED else None
-        lines = plan(
-            answers, training.accumulate, training.offload, training.optimizer,
-            second=second and second.in_plan,
-        )  # fmt: skip
-        return print0(*lines, *references.describe(reference, ref))
+        frozen = reference.in_plan if reference and ref.reference != STORED else None
+        notes = references.describe(reference, ref)
+        return PlannedStep(answers, training, frozen, notes)
 
     # ---- Data: batch k is a pure function of (seed, k); a row is a pair --------------------------
     dataset = data.load(tokenizer, labelled=loss.loss == probe.LABELLED)
@@ -90,16 +84,7 @@ def main(
 
     # ---- Step, state and training ----------------------------------------------------------------
     layout = dataclasses.replace(layout, model=layout.model._replace(loss=objective))
-    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
-    optimizer = make_optimizer(
-        training.optimizer, lr, training.weight_decay, training.clip_norm,
-        matrices=hidden_matrices(layout), decays=decaying(layout),
-    )  # fmt: skip
-    step = TrainStep(
-        layout, optimizer, lr,
-        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
-        offload=training.offload,
-    )  # fmt: skip
+    step = make_step(layout, run, training)
     pair = 2 * flops.decoder(layout.shape, data.seq_len)["causal"]
     if reference:
         pair += 2 * flops.decoder(reference.layout.shape, data.seq_len)["causal"] / 3  # forward

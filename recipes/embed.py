@@ -19,7 +19,7 @@ import numpy as np
 from data import DataError, hub, sources, whole_texts
 from data.whole_texts import Texts
 from recipes.common import checkpoint
-from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common.flags.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first
@@ -141,7 +141,7 @@ def write(out: pathlib.Path, texts: list[str], vectors: np.ndarray) -> None:
     folders.write(out, file.getvalue())
 
 
-def find_model(flags: Embed) -> checkpoint.Source:
+def find_model(flags: Embed) -> checkpoint.WeightSource:
     """The model. Raises UserError if it, the texts or the file to write are missing."""
     for name in ("restore_from", "dataset", "out"):
         if not getattr(flags, name):

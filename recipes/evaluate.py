@@ -20,10 +20,10 @@ from data import sources, text
 from data.batches import Dataset
 from data.captions import Texts
 from data.tokenizer import Tokenizer
-from recipes.common import checkpoint, encoder_evaluation, entries, zero_shot
-from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common import checkpoint, entries
 from recipes.common.entries import ENTRIES
-from recipes.common.int8_weights import to_int8, weights_flag
+from recipes.common.flags.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common.generation.int8_weights import to_int8, weights_flag
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, describe, flag, make_mesh, print0
 from recipes.common.runtime.errors import needs_instruments
@@ -31,6 +31,7 @@ from recipes.common.runtime.flags import split
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
+from recipes.common.tasks import encoder_evaluation, zero_shot
 from recipes.common.train.evaluation import Evaluation, in_words
 
 ENCODER = "bert"  # the entry of text encoders
@@ -158,7 +159,11 @@ def write(out: Any, flags: Evaluate, results: dict[str, Any], to_json: Any = Non
 
 
 def classify(
-    devices: Devices, flags: Evaluate, mesh: Any, source: checkpoint.Source, tokenizer: Tokenizer
+    devices: Devices,
+    flags: Evaluate,
+    mesh: Any,
+    source: checkpoint.WeightSource,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """Classifies pictures by captions of their classes. Returns the results. Raises UserError."""
     dtype = flags.dtype or default_dtype(mesh.devices.flat[0])
@@ -221,7 +226,7 @@ def load(
     return data
 
 
-def find_model(flags: Evaluate) -> checkpoint.Source:
+def find_model(flags: Evaluate) -> checkpoint.WeightSource:
     """The model to evaluate. Raises UserError if it, or a text or task, is missing."""
     if not flags.restore_from:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")

@@ -23,15 +23,15 @@ from jax.sharding import Mesh
 from data import DataError, conversations, prompts
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
-from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
-from recipes.common.generation import Generator, Sampling
-from recipes.common.generation_config import (
+from recipes.common.flags.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common.generation.generation_config import (
     default_temperature,
     default_top_k,
     setting,
     settings_not_applied,
 )
-from recipes.common.int8_weights import to_int8, weights_flag
+from recipes.common.generation.generator import Generator, Sampling
+from recipes.common.generation.int8_weights import to_int8, weights_flag
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0, processes
 from recipes.common.runtime.start import start
@@ -135,7 +135,7 @@ def main(devices: Devices, flags: Generate) -> None:
 
 
 def model_layout(
-    source: checkpoint.Source, mesh: Mesh, rules: str, compute: dict[str, Any]
+    source: checkpoint.WeightSource, mesh: Mesh, rules: str, compute: dict[str, Any]
 ) -> Layout:
     """The model's layout. Without --rules, weights are stored as they are used.
 

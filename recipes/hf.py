@@ -80,7 +80,7 @@ def import_(flags: Import) -> None:
     with folders.write_errors(flags.target):
         checkpoint.write(target, variables, facts, tokenizer=tokens)
     without, also = "", ""
-    if not tokens and not of_images(entry):
+    if not tokens and not reads_images(entry):
         without, also = left_out(folder.path), " --tokenizer=FILE"
     print0(
         f"Imported {parameters(layout)} into {flags.target}{without}; it can be trained or evaluated:",
@@ -136,7 +136,7 @@ def export(flags: Export) -> None:
     print0(f"Exported {parameters(layout)} to {name}; {loads}")
 
 
-def of_images(entry: str) -> bool:
+def reads_images(entry: str) -> bool:
     """Whether an entry's models read images, so that its recipe takes no tokenizer."""
     return entries.ENTRIES[entry].data in ("data.images", "data.captions")
 

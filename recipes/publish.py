@@ -89,7 +89,7 @@ def main(flags: Publish) -> None:
     )
 
 
-def known_licence(source: checkpoint.Source) -> str:
+def known_licence(source: checkpoint.WeightSource) -> str:
     """The licence of the training data. Raises UserError if the zoo doesn't know it."""
     dataset = source.metadata["data"]["dataset"]
     began = source.metadata["flags"].get("restore_from")  # its licence also binds the result

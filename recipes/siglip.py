@@ -13,9 +13,9 @@ from typing import Any
 from data import captions
 from data.captions import Texts
 from data.tokenizer import BYTES
-from recipes.common import checkpoint, zero_shot
+from recipes.common import checkpoint
 from recipes.common.checkpoint import open_run
-from recipes.common.config_flags import (
+from recipes.common.flags.config_flags import (
     ENCODER,
     check_set,
     check_vocabulary,
@@ -23,17 +23,17 @@ from recipes.common.config_flags import (
     describe_set,
     model_flags,
 )
-from recipes.common.pictures import INPUTS, CaptionedPictures
+from recipes.common.flags.pictures import INPUTS, CaptionedPictures
 from recipes.common.report import flops
-from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
-from recipes.common.train.flags import Training
+from recipes.common.tasks import zero_shot
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
-from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
-from recipes.common.train.step import TrainStep
+from recipes.common.train.planned import PlannedStep
+from recipes.common.train.step import make_step
+from recipes.common.train.training_flags import Training
 from zoo.siglip import Config, Siglip
 from zoo.sizes import SIGLIP as SIZES
 
@@ -47,7 +47,7 @@ LOCAL = (
 MODEL = model_flags(Config, ("image_size", "patch", "loss", "pairs", *ENCODER), SIZES, Config.REMAT)
 
 
-def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> None:
+def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> PlannedStep | None:
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
     mesh, folder = make_mesh(run.mesh), open_run("siglip", run, flags, data, training)
     tokenizer = (folder.start.tokenizer() if folder.start else None) or BYTES
@@ -73,20 +73,11 @@ def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> N
     )  # fmt: skip
     check_offload(layout, training.offload)
     if run.plan:
-        return print0(*plan(layout, training.accumulate, training.offload, training.optimizer))
+        return PlannedStep(layout, training)
     print0(*pairs.notes, *describe_set(flags), *([LOCAL] if config.pairs == "local" else []))
 
     # ---- Step, state and training: microbatches have the loss of the whole batch -----------------
-    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
-    optimizer = make_optimizer(
-        training.optimizer, lr, training.weight_decay, training.clip_norm,
-        matrices=hidden_matrices(layout), decays=decaying(layout),
-    )  # fmt: skip
-    step = TrainStep(
-        layout, optimizer, lr,
-        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
-        offload=training.offload,
-    )  # fmt: skip
+    step = make_step(layout, run, training)
     classes = zero_shot.Classes(config.labels, texts) if config.labels else None
     extra = zero_shot.accuracy(classes, layout) if classes else zero_shot.retrieval
     cost = flops.encoder(layout)

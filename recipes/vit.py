@@ -15,19 +15,24 @@ import jax
 from data import images as pictures
 from recipes.common import checkpoint
 from recipes.common.checkpoint import NewHead, open_run
-from recipes.common.classification import confusion, show
-from recipes.common.config_flags import ENCODER, check_set, configure, describe_set, model_flags
-from recipes.common.pictures import INPUTS, Pictures
+from recipes.common.flags.config_flags import (
+    ENCODER,
+    check_set,
+    configure,
+    describe_set,
+    model_flags,
+)
+from recipes.common.flags.pictures import INPUTS, Pictures
 from recipes.common.report import flops, kernel
-from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
-from recipes.common.train.flags import Training
+from recipes.common.tasks.classification import confusion, show
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
-from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
-from recipes.common.train.step import TrainStep
+from recipes.common.train.planned import PlannedStep
+from recipes.common.train.step import make_step
+from recipes.common.train.training_flags import Training
 from zoo.core.stack import REMAT_POLICIES
 from zoo.vit import SIZES, Config, ViT
 
@@ -39,7 +44,7 @@ KERNEL = "attention: xla, because the kernels attend to earlier positions alone"
 MODEL = model_flags(Config, ("image_size", "patch", *ENCODER), SIZES, REMAT_POLICIES)
 
 
-def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
+def main(run: Run, flags: Any, data: Pictures, training: Training) -> PlannedStep | None:
     # ---- Data: batch k is a pure function of (seed, k); pictures decide the classes --------------
     mesh, folder = make_mesh(run.mesh), open_run("vit", run, flags, data, training)
     config = model_config(flags, folder.start, mesh.devices.flat[0])
@@ -57,23 +62,14 @@ def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
     )  # fmt: skip
     check_offload(layout, training.offload)
     if run.plan:
-        return print0(*plan(layout, training.accumulate, training.offload, training.optimizer))
+        return PlannedStep(layout, training)
     if folder.source and inputs["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")
     print0(KERNEL, *kernel.matmul(layout), *describe_set(flags))
 
     # ---- Step, state and training ----------------------------------------------------------------
-    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
-    optimizer = make_optimizer(
-        training.optimizer, lr, training.weight_decay, training.clip_norm,
-        matrices=hidden_matrices(layout), decays=decaying(layout),
-    )  # fmt: skip
-    step = TrainStep(
-        layout, optimizer, lr,
-        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
-        offload=training.offload,
-    )  # fmt: skip
+    step = make_step(layout, run, training)
     extra, cost = confusion(config.classes), flops.encoder(layout)
     _, log, metrics = fit(run, folder, step, images, extra=extra, example_flops=cost)
 
@@ -82,7 +78,7 @@ def main(run: Run, flags: Any, data: Pictures, training: Training) -> None:
     finish(folder, layout, log)
 
 
-def model_config(flags: Any, start: checkpoint.Source | None, device: jax.Device) -> Config:
+def model_config(flags: Any, start: checkpoint.WeightSource | None, device: jax.Device) -> Config:
     """The size's Config, or the checkpoint's, changed by flags. Raises UserError if these don't fit.
 
     Args:

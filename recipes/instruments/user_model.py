@@ -56,10 +56,10 @@ class ModelFlags:
         "language models.", group="data",
     )  # fmt: skip
 
-    def parts(self) -> "Parts":
+    def parts(self) -> "ModelFiles":
         """What the flags name. Raises UserError."""
         file, _, _ = self.model.rpartition(":")
-        return Parts(
+        return ModelFiles(
             build=builder(load_function(self.model, "--model"), self.config),
             loss=load_function(self.loss, "--loss") if self.loss else None,
             rules=load(self.rules or f"{file}:RULES", "--rules"),
@@ -67,8 +67,8 @@ class ModelFlags:
         )
 
 
-class Parts(NamedTuple):
-    """The arguments of `make_subject`, as a user names them."""
+class ModelFiles(NamedTuple):
+    """The arguments of `make_user_model`, as a user names them."""
 
     build: Callable[[], nnx.Module]
     loss: Callable | None
@@ -77,7 +77,7 @@ class Parts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class UserModel:
     """A model, as a user names it."""
 
     build: Callable[[], nnx.Module]
@@ -195,13 +195,13 @@ def text_batch(model: nnx.Module, loss: Callable) -> dict[str, Any]:
 # ---- its parts -----------------------------------------------------------------------------------
 
 
-def make_subject(
+def make_user_model(
     build: Callable[[], nnx.Module],
     loss: Callable | None,
     rules: dict,
     batch: dict[str, Any] | None,
     optimizer: optax.GradientTransformation | None = None,
-) -> Subject:
+) -> UserModel:
     """Checks that the parts fit each other on one device. Raises UserError.
 
     Args:
@@ -237,7 +237,7 @@ def make_subject(
             f"the loss can't be called with the batch's {', '.join(batch)} ({error}); name the arrays "
             f"like its parameters, {signature}"
         ) from None
-    return Subject(build_named, with_sums(compute_loss), named, batch, optimizer)
+    return UserModel(build_named, with_sums(compute_loss), named, batch, optimizer)
 
 
 def _named_tables(rules: Any) -> dict[str, Rules]:
@@ -326,42 +326,44 @@ def in_words(result: Any) -> str:
     return f"a {kind(result)}{items}"
 
 
-def with_rules(subject: Subject) -> tuple[AbstractModel, dict[str, Rules]]:
+def with_rules(user_model: UserModel) -> tuple[AbstractModel, dict[str, Rules]]:
     """The traced model and its rules, completed. Raises UserError if they name unknown axes.
 
     A model that does not declare its axes has those of its variables and of its constraints.
     """
-    model = abstract_model(subject.build)._replace(loss=subject.loss)
+    model = abstract_model(user_model.build)._replace(loss=user_model.loss)
     known = model.names.logical_axes
-    if declared_names(nnx.eval_shape(subject.build)) is None:
-        others = {axis for table in subject.rules.values() for axis in table} - {*known}
+    if declared_names(nnx.eval_shape(user_model.build)) is None:
+        others = {axis for table in user_model.rules.values() for axis in table} - {*known}
         others -= {optimizer_axis(axis) for axis in known}
         for axis in sorted(others):
-            if not constrains(subject, axis):
+            if not constrains(user_model, axis):
                 weights = sorted({*known} - {"batch"})
                 near = difflib.get_close_matches(axis, weights, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(weights)}"
                 raise UserError(f"the model has no logical axis {axis!r}, which rules name; {hint}")
         known = known | dict.fromkeys(sorted(others), "weights")
         model = model._replace(names=dataclasses.replace(model.names, logical_axes=known))
-    for strategy, table in subject.rules.items():
+    for strategy, table in user_model.rules.items():
         try:
             check_names(table, known)
         except ValueError as error:
             raise UserError(f"rules {strategy!r}: {error}") from None
-    return model, {name: dict.fromkeys(known) | table for name, table in subject.rules.items()}
+    return model, {name: dict.fromkeys(known) | table for name, table in user_model.rules.items()}
 
 
-def constrains(subject: Subject, axis: str) -> bool:
+def constrains(user_model: UserModel, axis: str) -> bool:
     """Whether the loss depends on the rule of a logical axis that no variable has."""
-    axes = {axis for table in subject.rules.values() for axis in table}
+    axes = {axis for table in user_model.rules.values() for axis in table}
     mesh = jax.sharding.AbstractMesh((1,), ("any",))
 
     def traced(target: str | None) -> str:
         rules = dict.fromkeys(axes) | {axis: target}
         with jax.sharding.use_abstract_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
             # A new function: JAX's cache ignores the rules.
-            jaxpr = jax.make_jaxpr(lambda: subject.loss(subject.build(), **subject.batch))()
+            jaxpr = jax.make_jaxpr(
+                lambda: user_model.loss(user_model.build(), **user_model.batch)
+            )()
         return re.sub("0x[0-9a-f]+", "", str(jaxpr))
 
     try:

@@ -30,15 +30,15 @@ from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench import common, compiled, gpu, gpu_trace, memory, slices, targets
 from recipes.instruments.bench import row as rows
 from recipes.instruments.bench.row import Row
-from recipes.instruments.plan import memory as analysis_memory
-from recipes.instruments.plan import targets as aot
+from recipes.instruments.plan import compilers as aot
+from recipes.instruments.plan import step_memory as analysis_memory
 from recipes.instruments.plan.estimate import abstract_mesh, estimate
 from recipes.instruments.plan.hardware import parse_devices
-from recipes.instruments.plan.memory import IN_FLIGHT, memory_parts, on_host
-from recipes.instruments.plan.textbook import device_tokens, of_weights, textbook, transfers
-from tests.by_hand.hlo_programs import ACROSS_SLICES
+from recipes.instruments.plan.step_memory import IN_FLIGHT, memory_parts, on_host
+from recipes.instruments.plan.textbook import device_tokens, textbook, transfers, weight_transfers
 from tests.conftest import ROOT, full_except
 from tests.support.entries import CASES, ENTRIES
+from tests.support.known_programs import ACROSS_SLICES
 from tests.support.quick import QUICK
 from zoo.llama_relatives import RULES, Config, Transformer
 from zoo.siglip import Config as Siglip
@@ -160,7 +160,7 @@ def test_positions_are_divided_between_devices_like_rows():
     parts = common.make_step(config, "cp", make_mesh("data=2,seq=4"), 8, 64)
 
     def gradients(step):
-        return sum(x.bytes for x in of_weights(step.layout))
+        return sum(x.bytes for x in weight_transfers(step.layout))
 
     assert device_tokens(parts.layout) == device_tokens(rows.layout) == 64
     assert gradients(parts) == gradients(rows), "gradients are summed over both"

@@ -7,7 +7,7 @@ import pytest
 
 from recipes.common.report import program
 from recipes.instruments.bench import documents
-from recipes.instruments.plan import cycles
+from recipes.instruments.plan import step_cycles
 from recipes.instruments.plan.hardware import Devices
 from tests.conftest import ROOT
 
@@ -21,19 +21,19 @@ V5E = Devices("v5e", 4)
 
 @pytest.fixture(scope="module")
 def reading():
-    text, bundles = cycles.read_program(GOLDEN)
-    return cycles.read_hlo(text, V5E, bundles)
+    text, bundles = step_cycles.read_program(GOLDEN)
+    return step_cycles.read_hlo(text, V5E, bundles)
 
 
 def test_cycles_of_a_scan_by_hand(reading):
     per_layer = {"fusion": 2_663, "copy": 3 * 100, "iota": 48, "matmul": 13_062}
-    sums = cycles.count(reading, V5E)
+    sums = step_cycles.count(reading, V5E)
     assert sums.operations == {kind: 3 * n for kind, n in per_layer.items()}
     blocks = 4 * 5 // 2  # of the causal triangle
     assert sums.kernels == 3 * 2 * blocks * 915
     gathered = 3 / 4 * 256 * 1_024 * 2
     assert [(x.kind, x.overlap, x.times, x.sent, x.group) for x in reading.transfers] == [
-        ("all-gather", cycles.EXPOSED, 3, 3 * gathered, 4)
+        ("all-gather", step_cycles.EXPOSED, 3, 3 * gathered, 4)
     ]
     clock = 197e12 / 2**17
     assert sums.exposed == pytest.approx(3 * gathered / V5E.send_rate(4) * clock)
@@ -43,21 +43,21 @@ def test_cycles_of_a_scan_by_hand(reading):
 def test_a_matmul_beside_its_roofline(reading):
     (matmuls,) = [x for x in reading.operations if x.kind == "matmul"]
     assert matmuls.flops == 2 * (2 * 1_024 * 256 * 1_024)
-    fewest, bound = cycles.roofline(matmuls, V5E)
+    fewest, bound = step_cycles.roofline(matmuls, V5E)
     assert (fewest, bound) == (matmuls.flops / 2**17, "compute")
     assert 0.5 < fewest / matmuls.cycles < 1
     assert matmuls.bytes == 0, "all its operands are in the chip's cache"
     # A slice of the weights, from memory into the cache: [3, 64, 1024] is read in part.
     (cut,) = [x for x in reading.operations if x.kind == "fusion"]
-    assert cycles.roofline(cut, V5E)[1] == "memory"
+    assert step_cycles.roofline(cut, V5E)[1] == "memory"
     assert cut.bytes == 64 * 1_024 * 2 + 4  # and an index
 
 
 def test_kernels_without_bundles_count_nothing():
-    text, _ = cycles.read_program(GOLDEN)
-    unknown = cycles.read_hlo(text, V5E, {})
+    text, _ = step_cycles.read_program(GOLDEN)
+    unknown = step_cycles.read_hlo(text, V5E, {})
     assert [kernel.bundles for kernel in unknown.kernels] == [0]
-    assert cycles.count(unknown, V5E).kernels == 0
+    assert step_cycles.count(unknown, V5E).kernels == 0
 
 
 def test_equal_kernels_have_equal_bundles():
@@ -73,13 +73,13 @@ def test_equal_kernels_have_equal_bundles():
         long.replace("%k", "%fwd.3"),
     )
     hlo = "ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {}\n}}\n".format("\n  ".join(lines))
-    kernels = cycles.read_hlo(hlo, V5E, {"fwd.2": 7}).kernels
+    kernels = step_cycles.read_hlo(hlo, V5E, {"fwd.2": 7}).kernels
     assert [kernel.bundles for kernel in kernels] == [7, 7, 0]
 
 
 def test_two_cores_share_a_grid(reading):
     (kernel,) = reading.kernels
-    one, two = (cycles.kernel_cycles(kernel, Devices(kind, 4)) for kind in ("v5e", "v5p"))
+    one, two = (step_cycles.kernel_cycles(kernel, Devices(kind, 4)) for kind in ("v5e", "v5p"))
     assert one == 2 * two
 
 
@@ -106,7 +106,7 @@ def test_steps_of_a_kernel_s_grid(name, mask, blocks, heads, steps):
     noted = ", ".join(rf"\"{key}\": {n}" for key, n in blocks.items())
     line = KERNEL.format(name=name, mask=mask, q=heads, blocks=noted)
     hlo = f"ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {line}\n}}\n"
-    (kernel,) = cycles.read_hlo(hlo, V5E, {}).kernels
+    (kernel,) = step_cycles.read_hlo(hlo, V5E, {}).kernels
     assert kernel.steps == steps
 
 
@@ -125,12 +125,12 @@ def test_grids_of_grouped_matmuls_for_an_even_load():
     ]
     hlo = "ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {}\n}}\n".format("\n  ".join(lines))
     bundles = {"ragged-dot-none.1": 100, "ragged-dot-none.2": 70}
-    read = cycles.read_hlo(hlo, V5E, bundles)
+    read = step_cycles.read_hlo(hlo, V5E, bundles)
     # The first kernel has two versions of a step.
     assert [(x.steps, x.bundles) for x in read.kernels] == [(12 * 4, 50), (12 * 4, 70)]
-    assert cycles.count(read, V5E).kernels == 12 * 4 * (50 + 70)
+    assert step_cycles.count(read, V5E).kernels == 12 * 4 * (50 + 70)
     for rows, blocks in ((1_800, 8), (10_000, 10)):
-        even = cycles.with_even_load(read, rows, 0)
+        even = step_cycles.with_even_load(read, rows, 0)
         assert {x.steps for x in even.kernels} == {(blocks + 2) * 4}
 
 
@@ -143,11 +143,11 @@ def test_rows_that_travel_at_an_even_load():
   ROOT %all = bf16[64,8]{1,0} all-gather(%y), replica_groups=[1,8]<=[8], dimensions={0}
 }
 """
-    read = cycles.read_hlo(hlo, Devices("v5e", 8), {})
+    read = step_cycles.read_hlo(hlo, Devices("v5e", 8), {})
     row = 7 / 8 * 8 * 2
     assert [x.sent for x in read.transfers] == [96 * row, 64 * row, 64 * row]
     for rows, sent in ((64, [64, 64, 64]), (48, [48, 48, 64]), (1_000, [96, 64, 64])):
-        even = cycles.with_even_load(read, choices=0, rows=rows)
+        even = step_cycles.with_even_load(read, choices=0, rows=rows)
         assert [x.sent for x in even.transfers] == pytest.approx([n * row for n in sent])
 
 
@@ -155,24 +155,26 @@ def test_documents_spare_the_blocks_that_they_do_not_share(reading):
     """Four blocks of 256: a document each, or one that ends in the third."""
     each, two = np.arange(1, 5).repeat(256), np.array([1, 2]).repeat([600, 424])
     for rows, blocks in (([each], 4), ([two], 6 + 2), ([each, two], 6)):
-        (kernel,) = cycles.with_documents(reading, np.array(rows, np.int32)).kernels
+        (kernel,) = step_cycles.with_documents(reading, np.array(rows, np.int32)).kernels
         assert kernel.steps == 2 * blocks
-    (kernel,) = cycles.with_documents(reading, np.ones((1, 2_048), np.int32)).kernels
+    (kernel,) = step_cycles.with_documents(reading, np.ones((1, 2_048), np.int32)).kernels
     assert kernel.steps == 2 * 10, "rows of another length"
 
 
 def test_rows_of_one_call_visit_the_same_blocks():
     blocks = r"\"block_q\": 256, \"block_kv\": 256"
     line = KERNEL.format(name="fwd", mask="1,4,4", q="2,3,1024,64", blocks=blocks)
-    reading = cycles.read_hlo(f"ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {line}\n}}\n", V5E, {})
+    reading = step_cycles.read_hlo(
+        f"ENTRY %main (q: bf16[1]) -> bf16[1] {{\n  {line}\n}}\n", V5E, {}
+    )
     each, one = np.arange(1, 5).repeat(256), np.ones(1_024)
     for rows, blocks in (([each, each], 4), ([each, one], 10), ([each, each, each, one], 7)):
-        (kernel,) = cycles.with_documents(reading, np.array(rows, np.int32)).kernels
+        (kernel,) = step_cycles.with_documents(reading, np.array(rows, np.int32)).kernels
         assert kernel.steps == 2 * 3 * blocks
 
 
 def test_documents_of_random_lengths_fill_rows():
-    ids = documents.of_random_lengths(200, 1_024)
+    ids = documents.random_lengths(200, 1_024)
     assert (ids > 0).mean() > 0.99
     assert set(np.diff(ids, axis=1)[ids[:, 1:] > 0].tolist()) == {0, 1}
     assert 150 < 1_024 / ids.max(1).mean() < 250
@@ -208,7 +210,7 @@ def test_flops_of_a_convolution(line, flops):
     lines = [f"%{name} = f32[{dims}]{{0}} parameter(0)" for name, dims in shapes.items()]
     match = program.INSTRUCTION.match(line)
     assert match
-    assert cycles._flops(match, lines) == flops
+    assert step_cycles._flops(match, lines) == flops
 
 
 UPDATE = """
@@ -237,7 +239,7 @@ ENTRY %main (s: f32[8,128], x: f32[1,128], i: s32[]) -> f32[8,128] {
 
 
 def test_a_fusion_that_updates_a_row_in_place_touches_that_row():
-    (operation,) = cycles.read_hlo(UPDATE, V5E, {}).operations
+    (operation,) = step_cycles.read_hlo(UPDATE, V5E, {}).operations
     row = 128 * 4
     # The row of s read by %rows; x; i; the row that %u writes in its place. y is in the cache.
     assert operation.bytes == row + row + 4 + row
@@ -267,12 +269,12 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
 
 def test_what_the_core_does_during_a_collective():
     text = OVERLAPS.replace("%scattered", "%all-reduce-scatter.1")
-    transfers = cycles.read_hlo(text, Devices("v5e", 8), {}).transfers
+    transfers = step_cycles.read_hlo(text, Devices("v5e", 8), {}).transfers
     gathered, scattered = 7 / 8 * 512, 7 * 64
     assert [(x.kind, x.overlap, x.sent) for x in transfers] == [
-        ("all-gather", cycles.OVERLAPPED, gathered),
-        ("all-gather", cycles.FUSED, gathered),
-        ("reduce-scatter", cycles.EXPOSED, scattered),
+        ("all-gather", step_cycles.OVERLAPPED, gathered),
+        ("all-gather", step_cycles.FUSED, gathered),
+        ("reduce-scatter", step_cycles.EXPOSED, scattered),
     ]
 
 
@@ -309,27 +311,27 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
 def test_the_core_waits_for_what_it_does_not_compute_meanwhile():
     """A start may come before its operands: the transfer begins with the update."""
     eight = Devices("v5e", 8)
-    hidden, waited = cycles.read_hlo(HIDDEN, eight, {"k": 11}).transfers
-    assert (hidden.overlap, hidden.meanwhile) == (cycles.OVERLAPPED, 7 + 3 * 30 + 11)
-    assert (waited.overlap, waited.meanwhile) == (cycles.OVERLAPPED, 0)
-    assert cycles.waiting(hidden, eight) == 0
-    assert cycles.waiting(waited, eight) == cycles.transfer_cycles(waited, eight) > 0
+    hidden, waited = step_cycles.read_hlo(HIDDEN, eight, {"k": 11}).transfers
+    assert (hidden.overlap, hidden.meanwhile) == (step_cycles.OVERLAPPED, 7 + 3 * 30 + 11)
+    assert (waited.overlap, waited.meanwhile) == (step_cycles.OVERLAPPED, 0)
+    assert step_cycles.waiting(hidden, eight) == 0
+    assert step_cycles.waiting(waited, eight) == step_cycles.transfer_cycles(waited, eight) > 0
     slow = dataclasses.replace(hidden, times=3, sent=3 * 10**6)
-    needed = 3 * 10**6 / eight.send_rate(8) * cycles.clock(eight)
-    assert cycles.waiting(slow, eight) == pytest.approx(needed - 3 * (7 + 3 * 30 + 11))
+    needed = 3 * 10**6 / eight.send_rate(8) * step_cycles.clock(eight)
+    assert step_cycles.waiting(slow, eight) == pytest.approx(needed - 3 * (7 + 3 * 30 + 11))
 
 
 def test_a_program_is_saved_with_its_kernels_bundles(tmp_path):
-    text, bundles = cycles.read_program(GOLDEN)
-    cycles.write_program(text, tmp_path / "a.hlo", bundles | {"not_in_it": 3})
-    assert cycles.read_program(tmp_path / "a.hlo")[1] == bundles
+    text, bundles = step_cycles.read_program(GOLDEN)
+    step_cycles.write_program(text, tmp_path / "a.hlo", bundles | {"not_in_it": 3})
+    assert step_cycles.read_program(tmp_path / "a.hlo")[1] == bundles
 
 
 def test_bundles_are_read_from_the_compiler_s_files(tmp_path):
     name = "1795633442208877607-splash_mha_fwd.1-00-schedule-analysis_final_bundles.txt"
     (tmp_path / name).write_text("Schedule analysis:\n\ttotal scheduled bundles:    2374\n")
-    assert cycles.read_bundles(tmp_path) == {"splash_mha_fwd.1": 2_374}
-    assert cycles.read_bundles(tmp_path) == {}, "the next program doesn't have this one's"
+    assert step_cycles.read_bundles(tmp_path) == {"splash_mha_fwd.1": 2_374}
+    assert step_cycles.read_bundles(tmp_path) == {}, "the next program doesn't have this one's"
 
 
 def test_two_programs_side_by_side(inside, tmp_path):

@@ -35,7 +35,7 @@ from recipes.instruments.explore import arrays
 from recipes.instruments.explore import command as explore
 from recipes.instruments.explore import export as explorer
 from recipes.instruments.explore.causes import causes
-from recipes.instruments.plan import memory, textbook
+from recipes.instruments.plan import step_memory, textbook
 from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.search import meshes
@@ -80,7 +80,7 @@ def page_of(shown: explorer.Shown) -> str:
         return explorer.page(FEW, shown, "clone/")
 
 
-BEGINS = explore.of_flags(
+BEGINS = explore.shown_by_flags(
     explore.Flags(size="tiny", mesh="8", device="v5e", batch_size=64, seq_len=512)
 )
 
@@ -158,7 +158,7 @@ def expected(choice: dict, kind: str) -> dict | None:
                   "slices": slices(choice["mesh"], spec, shapes[path].shape)}
             for how, spec in specs.items()
         }  # fmt: skip
-    kept = {purpose: round(count) for purpose, count in memory.memory_parts(layout).items()}
+    kept = {purpose: round(count) for purpose, count in step_memory.memory_parts(layout).items()}
     return {"sent": textbook.transfers(layout), "memory": kept, "arrays": found}
 
 
@@ -371,7 +371,7 @@ def test_it_needs_nothing_else():
 @needs_browser
 def test_it_shows_the_layout_of_a_run(browse):
     run = ROOT / "tests" / "golden" / "checkpoints" / "transformer-v0.1-jax0.10.2"
-    text = page_of(explore.of_run(explore.Flags(from_=str(run))))
+    text = page_of(explore.shown_from_run(explore.Flags(from_=str(run))))
     saved, found = json.loads((run / "metadata" / "metadata").read_text()), data(text)
     assert found["start"] == {
         "entry": "transformer", "size": "run", "device": "cpu", "rules": saved["rules"]["name"],

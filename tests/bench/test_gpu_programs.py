@@ -19,7 +19,7 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.train.optimizer import LearningRate, adamw
 from recipes.common.train.step import TrainStep
 from recipes.instruments.bench.common import Step, make_step, version
-from recipes.instruments.plan.targets import topology
+from recipes.instruments.plan.compilers import topology
 from recipes.transformer import MODEL
 from zoo.gemma3 import Config as Gemma3Config
 from zoo.gemma3 import Gemma3

@@ -22,8 +22,8 @@ import PIL.Image
 import pytest
 from flax import nnx
 
-from recipes.common import contexts, entries
-from recipes.common.report import flops
+from recipes.common import entries
+from recipes.common.report import contexts, flops
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, describe, make_mesh
 from recipes.common.runtime.slices import across
@@ -32,7 +32,7 @@ from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.shape import RecurrenceShape, Shape, trace_shape
 from recipes.common.train.optimizer import adamw
 from recipes.common.train.step import TrainStep
-from recipes.instruments.plan import answer, cycles, memory, targets
+from recipes.instruments.plan import answer, compilers, step_cycles, step_memory
 from recipes.instruments.plan import command as planner
 from recipes.instruments.plan import page as plan_page
 from recipes.instruments.plan import search as searching
@@ -40,9 +40,9 @@ from recipes.instruments.plan.calibration import FACTORS, LOWER_BOUND
 from recipes.instruments.plan.estimate import LOGITS, Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import HARDWARE, parse_devices
 from recipes.instruments.plan.search import Job, Plan, meshes, search
-from recipes.instruments.plan.textbook import Transfer, of_stages, transfers
-from tests.by_hand import plan_cases, plan_cycles
+from recipes.instruments.plan.textbook import Transfer, stage_transfers, transfers
 from tests.conftest import ROOT, full_except
+from tests.support import plan_estimates
 from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
@@ -167,7 +167,7 @@ def test_recurrent_layers_by_hand():
     def parts_of(shape: Shape) -> dict[str, float]:
         hybrid = dataclasses.replace(layout)
         vars(hybrid)["shape"] = shape
-        return memory.memory_parts(hybrid)
+        return step_memory.memory_parts(hybrid)
 
     parts = parts_of(shape)
     assert parts["saved activations"] == 4 * 2 * 16 * 64 * 4  # four layers' inputs of two rows
@@ -219,7 +219,7 @@ def test_what_a_pipeline_saves_by_hand():
             Config.tiny(), num_layers=8, pipe_microbatches=16, pipeline=schedule
         )
         layout = make_layout(Transformer, config, mesh, "pp", batch_size=32, seq_len=64)
-        saved[schedule] = memory.memory_parts(layout)["saved activations"]
+        saved[schedule] = step_memory.memory_parts(layout)["saved activations"]
     each = 64 * 64 * 4 * 2  # a row's inputs of two layers
     assert saved == {"1f1b": 7 * each, "interleaved": 7.5 * each, "gpipe": 17 * each}
 
@@ -233,7 +233,7 @@ def test_layers_that_move_for_a_pipeline_s_rounds_by_hand():
             Config.tiny(), num_layers=4, pipe_microbatches=4, pipeline=schedule, dtype="bfloat16"
         )
         layout = make_layout(Transformer, config, mesh, "fsdp_pp", batch_size=16, seq_len=64)
-        sent[schedule] = {x.kind: x.bytes for x in of_stages(layout)}["collective-permute"]
+        sent[schedule] = {x.kind: x.bytes for x in stage_transfers(layout)}["collective-permute"]
     activations = 2 * 64 * 64  # of a microbatch of a row
     matrices = 64 * 8 * (16 + 8 + 8 + 16) + 3 * 64 * 128  # a layer's; each device has a fourth
     norms = 2 * 64  # whole on each, and never cast
@@ -356,7 +356,7 @@ def test_dense_first_layers_by_hand():
     layout = make_layout(moe.MoE, config, make_mesh("4x2"), "tp", batch_size=8, seq_len=16)
     received = 64  # by all of a position's experts
     numbers = 3 * 64 + received
-    assert memory.memory_parts(layout)["saved activations"] == numbers * 2 * 16 * 4
+    assert step_memory.memory_parts(layout)["saved activations"] == numbers * 2 * 16 * 4
 
 
 def test_only_experts_with_a_capacity_compute_empty_slots():
@@ -389,9 +389,9 @@ def test_a_fused_backward_pass_keeps_a_dq_for_each_block_of_keys(seq_len, blocks
     config = dataclasses.replace(Config.tiny(), dtype="bfloat16", remat="full")
     mesh = abstract_mesh({"data": 8}, parse_devices("v5p:8"))
     layout = make_layout(Transformer, config, mesh, "dp", batch_size=8, seq_len=seq_len)
-    fused = memory.memory_parts(layout)["live working set"]
+    fused = step_memory.memory_parts(layout)["live working set"]
     monkeypatch.setattr(splash, "PARTIAL", 0)
-    in_two_kernels = memory.memory_parts(layout)["live working set"]
+    in_two_kernels = step_memory.memory_parts(layout)["live working set"]
     partials, products = blocks * 16 * 8, 3 * 128
     assert fused - in_two_kernels == max(partials - products, 0) * seq_len * 2
 
@@ -504,8 +504,8 @@ MEMORY_OUTSIDE = {
 
 @pytest.mark.parametrize("line", recorded(), ids=lambda line: "-".join(map(str, line["case"][1:5])))
 def test_estimates_are_near_the_compiler_s_figures(line):
-    case = plan_cases.Case(*line["case"])
-    found, key = plan_cases.estimated(case), (case.size, case.devices, case.rules, case.remat)
+    case = plan_estimates.Case(*line["case"])
+    found, key = plan_estimates.estimated(case), (case.size, case.devices, case.rules, case.remat)
     known = MEMORY_OUTSIDE.get(key)
     ratio = found.peak / line["compiled_memory"]
     assert ratio == pytest.approx(known or 1, abs=0.01 if known else 0.1)
@@ -523,8 +523,8 @@ def timed() -> list[dict]:
 
 @pytest.mark.parametrize("line", timed(), ids=lambda line: "-".join(map(str, line["case"][1:6])))
 def test_times_are_near_the_compiler_s_cycles(line):
-    plan = plan_cases.estimated(plan_cases.Case(*line["case"]))
-    assert plan_cycles.ratio(plan, line["cycles"]) == pytest.approx(1, abs=0.15)
+    plan = plan_estimates.estimated(plan_estimates.Case(*line["case"]))
+    assert plan_estimates.ratio(plan, line["cycles"]) == pytest.approx(1, abs=0.15)
 
 
 def on_v5p(axes: dict[str, int], rules: str, seq_len: int, **changes) -> Estimate:
@@ -625,8 +625,11 @@ def test_each_kind_of_collective_is_near_the_compiler_s(line):
     """
     if not line["compiled_sent"]:
         return
-    case = plan_cases.Case(*line["case"])
-    found, compiled = sent_of(plan_cases.estimated(case)), collections.Counter(line["compiled_by"])
+    case = plan_estimates.Case(*line["case"])
+    found, compiled = (
+        sent_of(plan_estimates.estimated(case)),
+        collections.Counter(line["compiled_by"]),
+    )
     alone = ["all-to-all"] if case.rules.endswith("_sp") else ["all-to-all", "all-gather"]
     small = 0.002 * line["compiled_sent"]
     for kind in alone:
@@ -1015,7 +1018,7 @@ def test_rows_beyond_the_trained_context_are_named(inside):
 
 
 def test_every_published_size_has_its_context():
-    """A new size of a language model is added to contexts.py, or to those that nobody published."""
+    """A new size of a language model is added to report/contexts.py, or to those that nobody published."""
     unpublished = {"tiny", "small", "medium", "124m"}
     for name in entries.ENTRIES:
         zoo = entries.zoo_file(name)
@@ -1075,7 +1078,7 @@ def test_devices_are_simulated_after_planning(run):
 
 def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):
     """A recorded program for 4 v5e in place of the compiler's."""
-    text, bundles = cycles.read_program(ROOT / "tests" / "golden" / "scan_with_kernel.hlo")
+    text, bundles = step_cycles.read_program(ROOT / "tests" / "golden" / "scan_with_kernel.hlo")
     program = types.SimpleNamespace(as_text=lambda: text)
     monkeypatch.setattr(planner, "compile_step", lambda *_: program)
     monkeypatch.setattr(planner, "make_program", lambda *_: None)
@@ -1084,7 +1087,7 @@ def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):
     devices = parse_devices("v5e:4")
     job, abstract, _ = planner.make_job(planner.Flags(size="tiny", devices="v5e:4"), devices)
     costs = planner._confirm(job.model, search(job, devices, abstract).ranked[0], 0, tmp_path)
-    total = cycles.count(cycles.read_hlo(text, devices, bundles), devices).total
+    total = step_cycles.count(step_cycles.read_hlo(text, devices, bundles), devices).total
     assert costs["compiled_seconds"] == total / (197e12 / 2**17)
     ratio = costs["seconds"]["step"] / costs["compiled_seconds"]
     assert planner._line(costs).endswith(f" | {ratio:.2f} |")
@@ -1101,7 +1104,7 @@ def test_the_tpu_s_library_has_no_host_to_look_for(monkeypatch):
     for name in ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    targets._slice("v5p", 64)
+    compilers._slice("v5p", 64)
     assert os.environ["TPU_WORKER_HOSTNAMES"] == "localhost"
     assert os.environ["TPU_ACCELERATOR_TYPE"] == "v5p-8"
     assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"

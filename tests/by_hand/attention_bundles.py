@@ -16,8 +16,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from recipes.instruments.plan.cycles import dump_bundles, read_bundles
-from recipes.instruments.plan.targets import topology
+from recipes.instruments.plan.compilers import topology
+from recipes.instruments.plan.step_cycles import dump_bundles, read_bundles
 
 T, HEADS = 8_192, 4
 

@@ -26,7 +26,7 @@ from recipes.common.sharding.rules import used_axes
 from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench.common import Step, make_step
 from recipes.instruments.bench.targets import mesh_name
-from recipes.instruments.plan.targets import topology
+from recipes.instruments.plan.compilers import topology
 
 # The smallest published size of each entry, and more where attention differs: soft caps, windows to
 # both sides.

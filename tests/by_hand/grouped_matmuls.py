@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from recipes.instruments.plan.cycles import CORES, FLOPS_PER_CYCLE, Products, dump_bundles
+from recipes.instruments.plan.compilers import topology
 from recipes.instruments.plan.hardware import HARDWARE
-from recipes.instruments.plan.targets import topology
+from recipes.instruments.plan.step_cycles import CORES, FLOPS_PER_CYCLE, Products, dump_bundles
 from zoo.experts.matmul import product_in_blocks
 
 

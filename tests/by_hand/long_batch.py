@@ -9,7 +9,7 @@ from recipes.common import entries
 from recipes.common.report import report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.instruments.bench.common import make_step
-from recipes.instruments.plan.targets import TooLarge, compile_step, topology
+from recipes.instruments.plan.compilers import TooLarge, compile_step, topology
 from zoo.siglip import Config, Siglip
 
 CHIPS = 64

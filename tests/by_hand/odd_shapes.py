@@ -12,7 +12,7 @@ import sys
 import jax
 
 import tests.conftest  # noqa: F401, simulates the devices
-from tests.support.odd_shapes import ENTRIES, check, draw_case
+from tests.support.odd_configs import ENTRIES, check, draw_case
 
 
 def main() -> None:

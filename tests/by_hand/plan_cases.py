@@ -5,38 +5,19 @@
 Needs the extra tpu-aot or gpu-aot, and compiles the cases of those that are there. Prints the table of recipes/instruments/results/planner.md from all lines of the file.
 """
 
-import dataclasses
 import json
 import pathlib
 import sys
-from typing import NamedTuple
 
 import jax
 
 from recipes.common import entries
 from recipes.common.report import report
 from recipes.common.report.hlo import sent_by_kind
-from recipes.common.runtime.mesh import parse
-from recipes.common.sharding import make_layout
 from recipes.instruments.plan.command import make_program
-from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
+from recipes.instruments.plan.compilers import TooLarge, compile_step, missing_compiler
 from recipes.instruments.plan.hardware import parse_devices
-from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler
-
-
-class Case(NamedTuple):
-    entry: str
-    size: str
-    devices: str
-    rules: str
-    mesh: str
-    seq_len: int
-    remat: str = "full"
-    rows: int = 0  # 0: one for each shard of the batch
-    accumulate: int = 1
-    layers: int = 0  # 0: all
-    dropless: bool = False
-
+from tests.support.plan_estimates import Case, estimated
 
 DENSE = [  # rules, mesh on 16, mesh on 256
     ("dp", "16", "256"),
@@ -102,26 +83,6 @@ CASES = [
                           ("fsdp_cp", "data=2,seq=4"))),
     Case("transformer", "8b", "h100:16", "fsdp", "16", 8_192),
 ]  # fmt: skip
-
-
-def estimated(case: Case) -> Estimate:
-    config = dataclasses.replace(
-        entries.sizes(case.entry)[case.size](), dtype="bfloat16", remat=case.remat
-    )
-    if case.dropless:
-        config = dataclasses.replace(config, capacity=None)
-    if case.layers:
-        config = dataclasses.replace(config, num_layers=case.layers)
-    devices, axes = parse_devices(case.devices), parse(case.mesh)
-    mesh, model = abstract_mesh(axes, devices), entries.model(case.entry)
-    shards = make_layout(model, config, mesh, case.rules).batch_shards
-    pipe = axes.get("pipe", 1)
-    rows = case.rows or shards * (4 * pipe if pipe > 1 else 1)
-    layout = make_layout(
-        model, config, mesh, case.rules, batch_size=rows, seq_len=case.seq_len,
-        microbatches=case.accumulate,
-    )  # fmt: skip
-    return estimate(layout, devices, case.accumulate)
 
 
 def measure(case: Case) -> dict:

@@ -13,13 +13,12 @@ import tempfile
 import jax
 
 from recipes.common import entries
-from recipes.instruments.plan import cycles
+from recipes.instruments.plan import step_cycles
 from recipes.instruments.plan.calibration import FACTORS, Factors
 from recipes.instruments.plan.command import make_program
-from recipes.instruments.plan.estimate import Estimate
+from recipes.instruments.plan.compilers import TooLarge, compile_step
 from recipes.instruments.plan.hardware import Devices
-from recipes.instruments.plan.targets import TooLarge, compile_step
-from tests.by_hand.plan_cases import Case, estimated
+from tests.support.plan_estimates import Case, estimated, ratio
 
 CASES = [
     Case("transformer", "8b", "v5p:16", "fsdp", "16", 8_192),
@@ -42,9 +41,9 @@ CASES = [
 KINDS = [name for name in Factors._fields if name != "fill"]
 
 
-def by_kind(reading: cycles.Reading, devices: Devices) -> dict[str, float]:
+def by_kind(reading: step_cycles.Reading, devices: Devices) -> dict[str, float]:
     """A field of Factors, or "waiting" for collectives → cycles of a step."""
-    counted = cycles.count(reading, devices)
+    counted = step_cycles.count(reading, devices)
     sums = {"attention": counted.kernels, "waiting": counted.exposed}
     for kind, executed in counted.operations.items():
         name = kind if kind in ("matmul", "copy") else "elementwise"
@@ -58,13 +57,8 @@ def measure(case: Case, folder: pathlib.Path) -> dict[str, float]:
         make_program(entries.model(case.entry), plan), plan.devices.kind, f"{case}"
     )
     assert not isinstance(compiled, TooLarge), compiled
-    bundles = cycles.read_bundles(folder)
-    return by_kind(cycles.read_hlo(compiled.as_text(), plan.devices, bundles), plan.devices)
-
-
-def ratio(plan: Estimate, counted: dict[str, float]) -> float:
-    """A step's estimated time, divided by its cycles'."""
-    return plan.step * cycles.clock(plan.devices) / sum(counted.values())
+    bundles = step_cycles.read_bundles(folder)
+    return by_kind(step_cycles.read_hlo(compiled.as_text(), plan.devices, bundles), plan.devices)
 
 
 def main(path: pathlib.Path) -> None:
@@ -72,7 +66,7 @@ def main(path: pathlib.Path) -> None:
     lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
     done = [x["case"] for x in lines]
     folder = pathlib.Path(tempfile.mkdtemp())
-    cycles.dump_bundles(folder)
+    step_cycles.dump_bundles(folder)
     for case in CASES:
         if [*case] not in done:
             lines.append({"case": [*case], "cycles": measure(case, folder)})
@@ -91,7 +85,7 @@ def table(lines: list[dict]) -> None:
         cells = [f"{name}, {case.devices}, `{case.rules}` on {case.mesh}", f"{case.seq_len:,}"]
         factors = FACTORS[plan.devices.kind]._asdict()
         for kind in plan.operations:
-            least = plan.operations[kind] / factors[kind] * cycles.clock(plan.devices)
+            least = plan.operations[kind] / factors[kind] * step_cycles.clock(plan.devices)
             cells.append(f"{counted[kind] / least:.2f}")
         print(f"| {' | '.join(cells)} | {ratio(plan, counted):.2f} |", flush=True)
 

@@ -9,8 +9,6 @@ say at the start, all played here: that they are alike, and that their shares of
 """
 
 import argparse
-import concurrent.futures
-import importlib.util
 import json
 import os
 import socket
@@ -18,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+
+from tests.support.many_starts import played
 
 PARTS = ("devices", "mesh", "layout", "state", "report", "rows", "to devices", "trace", "agree")
 
@@ -65,41 +65,6 @@ def measure(devices: int) -> dict[str, float]:
     if processes.is_first():
         timed("agree", played(devices), 1)
     return found
-
-
-def played(count: int) -> Callable[[], None]:
-    """Plays the start of `count` processes, each in a thread with its own modules."""
-    from recipes.common.checkpoint import integrity
-    from recipes.common.runtime import agreement, processes
-
-    facts = agreement.facts()
-
-    def copy(module, **its):
-        spec = importlib.util.find_spec(module.__name__)
-        made = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
-        vars(made).update(its)
-        return made
-
-    def process(number: int) -> Callable[[], None]:
-        # Its keys come after those of this run.
-        one = copy(processes, _id=number, _count=count, _calls=1000)
-        alike = copy(agreement, processes=one, facts=lambda: facts)
-        hashing = copy(integrity, processes=one, _check_hashes=lambda *share: "")
-
-        def start() -> None:
-            alike.check()
-            assert hashing.check_hashes_on_all("w") == ""
-
-        return start
-
-    starts = [process(number) for number in range(count)]
-
-    def all_of_them() -> None:
-        with concurrent.futures.ThreadPoolExecutor(count) as pool:
-            list(pool.map(lambda start: start(), starts))
-
-    return all_of_them
 
 
 def child(devices: int, processes: int, number: int, port: int) -> None:

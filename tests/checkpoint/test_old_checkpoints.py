@@ -13,8 +13,8 @@ from recipes.common import checkpoint, entries
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.train.state import abstract_state
-from tests.by_hand.old_checkpoints import layout_on, optimizer, sums
 from tests.conftest import ROOT
+from tests.support.golden_checkpoints import layout_on, optimizer, sums, write
 from zoo.core.layers import AttentionType, Llama3
 from zoo.llama_relatives import Config
 from zoo.options.rope_scaling import Linear, Yarn
@@ -132,8 +132,6 @@ def test_a_rotary_scaling_that_no_version_has_stored_is_refused(stored):
 
 @pytest.mark.full
 def test_the_script_writes_what_it_says(tmp_path):
-    from tests.by_hand.old_checkpoints import write
-
     path = write(tmp_path)
     assert checkpoint.verify(path) == ""
     assert path.name.endswith(jax.__version__)

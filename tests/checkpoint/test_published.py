@@ -210,7 +210,7 @@ def test_a_language_model_is_published_with_its_text_and_a_short_command(inside,
     assert "\n".join(quote(sample["text"])) in done.out
     done = inside("recipes.publish", f"--source={work}", f"--target={target}", "--licence=mit")
     assert (done.code, done.err) == (0, "")
-    text = (target / card.FILE).read_text()
+    text = (target / integrity.CARD).read_text()
     assert 'A sample after the prompt "im", at temperature 0.8:\n\n    im' in text
     assert str(tmp_path) not in text
     assert checkpoint.verify(target) == ""
@@ -224,7 +224,7 @@ def test_a_language_model_is_published_with_its_text_and_a_short_command(inside,
 @pytest.mark.parametrize("name", NAMES)
 def test_a_card_says_what_is_there(name):
     folder = checkpoint.PUBLISHED / name
-    text, metadata = (folder / card.FILE).read_text(), checkpoint.find(name).metadata
+    text, metadata = (folder / integrity.CARD).read_text(), checkpoint.find(name).metadata
     arrays = paths(ocp.StandardCheckpointer().restore(folder / "state"))
     assert set(arrays) == {f"params/{path}" for path in metadata["logical_axes"]}
     assert {str(array.dtype) for array in arrays.values()} == {"float32"}
@@ -243,7 +243,9 @@ def test_a_card_says_what_is_there(name):
         assert metadata["data"][fact] in text
     assert f"loss {metadata['published']['held_out']['loss']:.7g}" in text
     assert f"| Licence | {card.LICENCES[metadata['data']['dataset']]} |" in text
-    assert sorted([*card.digests(text), card.FILE, "hashes.json"]) == files_of(folder)
+    assert sorted([*integrity.card_digests(text), integrity.CARD, "hashes.json"]) == files_of(
+        folder
+    )
     for file in files_of(folder):  # nobody's home
         assert not re.search(rb"/(tmp|home|root|Users|work)/", (folder / file).read_bytes()), file
 
@@ -385,7 +387,7 @@ def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
     for fact in ("entry", "config", "rules", "mesh", "logical_axes", "data", "versions", "step"):
         assert ours[fact] == theirs[fact], fact
     assert ours["flags"]["learning_rate"] == theirs["flags"]["learning_rate"]
-    text = (target / card.FILE).read_text()
+    text = (target / integrity.CARD).read_text()
     command = re.search(r"\| Made by \| `python -m recipes\.dot_relu_dot (.*)` \|", text)
     assert command[1] == "--mesh=4x2 --steps=12 --embed=16 --hidden=64", "no flag of a default"
     assert "| Note | by hand |" in text
@@ -406,7 +408,7 @@ def test_a_run_is_published_and_evaluated_elsewhere(inside, runs):
     halves = {path: value.astype(jax.numpy.bfloat16) for path, value in trained.items()}
     assert {value.dtype for value in written.values()} == {jax.numpy.bfloat16.dtype}
     assert_bit_equal(written, halves)
-    text = (rounded / card.FILE).read_text()
+    text = (rounded / integrity.CARD).read_text()
     assert "bfloat16 |\n| Made by" in text
     assert "| Rounded | matmul weights, when published; held-out" in text
     layout = checkpoint.layout_of(source := checkpoint.find(rounded), make_mesh("2x4"))
@@ -494,11 +496,13 @@ def test_a_folder_copied_in_part_is_refused(count, copied):
 
 
 def test_a_card_that_disagrees_is_refused_even_where_its_own_hash_is_right(copied):
-    text = (copied / card.FILE).read_text()
-    name, digest = next(iter(card.digests(text).items()))
-    (copied / card.FILE).write_text(text.replace(digest, "0" * 64, 1))
+    text = (copied / integrity.CARD).read_text()
+    name, digest = next(iter(integrity.card_digests(text).items()))
+    (copied / integrity.CARD).write_text(text.replace(digest, "0" * 64, 1))
     hashes = json.loads((copied / "hashes.json").read_text())
-    hashes |= integrity.hashes_of(copied, {card.FILE: (copied / card.FILE).stat().st_size})
+    hashes |= integrity.hashes_of(
+        copied, {integrity.CARD: (copied / integrity.CARD).stat().st_size}
+    )
     (copied / "hashes.json").write_text(json.dumps(hashes))
     for whole in (True, False):
         assert checkpoint.verify(copied, whole) == (

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from data.tokenizer import START
-from recipes.common.encoders import for_task
+from recipes.common.tasks.text_encoders import for_task
 from tests.support.encoders import SMALL, written
 from tests.support.quick import quick as quick
 

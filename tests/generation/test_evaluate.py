@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
-from recipes.common.checkpoint import card, probe
+from recipes.common.checkpoint import card, integrity, probe
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
@@ -346,7 +346,7 @@ def test_the_card_of_a_fine_tuned_model_has_its_base_and_figures_before_and_afte
     flags = (f"--source={here / 'tuned'}", f"--target={target}", "--licence=MIT")
     done = inside("recipes.publish", *flags)
     assert (done.code, done.err) == (0, "")
-    text, base = (target / card.FILE).read_text(), here / "base"
+    text, base = (target / integrity.CARD).read_text(), here / "base"
     before, after = records(here / "tuned", "held_out_loss", "held_out_bits_per_byte")
     assert "A fine-tuned `zoo/transformer.py`" in text
     assert f"| Base model | `{base}` |" in text
@@ -427,7 +427,7 @@ def test_an_adapter_trained_on_conversations_is_evaluated_and_given_on(
         assert "Evaluates the answers in 1 row of" in out
 
     run("publish", f"--source={tuned}", f"--target={pub}", "--licence=MIT")
-    text, found = (pub / card.FILE).read_text(), checkpoint.find(pub)
+    text, found = (pub / integrity.CARD).read_text(), checkpoint.find(pub)
     where, digest = checkpoint.find(tuned).metadata["base"].values()
     assert where.startswith(str(base))
     assert f"| Base model | `{base}`, SHA-256 `{digest}` |" in text, "as the command named it"

@@ -9,7 +9,7 @@ import pytest
 
 from data.masked import MASK
 from data.tokenizer import START
-from recipes.common.encoders import for_task
+from recipes.common.tasks.text_encoders import for_task
 from tests.support.encoders import SMALL, written
 from tests.support.quick import quick as quick
 

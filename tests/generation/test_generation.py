@@ -19,14 +19,14 @@ import pytest
 from data import tokenizer
 from recipes.common import checkpoint, hf
 from recipes.common.checkpoint import integrity
-from recipes.common.generation import Generator, Sampling
+from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout
-from tests.by_hand.hf_parity import GOLDEN
 from tests.conftest import ROOT, full_except
 from tests.support import runs, small_tokenizers
+from tests.support.golden_folders import GOLDEN
 from tests.support.models import random_variables
 from tests.support.quick import quick as quick
 from zoo import gpt_oss

@@ -11,9 +11,10 @@ import pytest
 
 from data import captions
 from data.captions import Texts
-from recipes.common import checkpoint, zero_shot
+from recipes.common import checkpoint
 from recipes.common.checkpoint import card
 from recipes.common.runtime.errors import UserError
+from recipes.common.tasks import zero_shot
 from tests.support.golden_folders import GOLDEN
 from tests.support.quick import quick as quick
 from zoo.siglip import Config

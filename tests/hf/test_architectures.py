@@ -10,9 +10,9 @@ from recipes.common import entries
 from recipes.common.hf import architectures
 from recipes.common.hf.folder import FAMILIES
 from recipes.common.runtime.errors import UserError
-from tests.by_hand.hf_parity import KEYS
 from tests.conftest import ROOT
 from tests.support.golden_folders import GOLDEN, config_of
+from tests.support.hf_families import KEYS
 
 pytestmark = pytest.mark.promise("hugging-face")
 

@@ -17,10 +17,11 @@ from recipes.common.language.recipe import model_config
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding import paths
-from tests.by_hand.encoder_parity import CASES, GOLDENS, MESHES, OUTPUTS, largest_error, ours
-from tests.by_hand.hf_parity import TOLERANCE, export
 from tests.conftest import full_except
+from tests.support.encoder_cases import CASES, GOLDENS, MESHES, OUTPUTS, largest_error, ours
 from tests.support.golden_folders import GOLDEN
+from tests.support.hf_families import TOLERANCE
+from tests.support.hf_models import export
 from tests.support.models import built
 from tests.support.quick import quick as quick
 from zoo.bert import Bert, Config

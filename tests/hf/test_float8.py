@@ -19,8 +19,8 @@ from recipes.common.hf import deepseek, float8, tensors
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
-from tests.by_hand.hf_parity import params_of
 from tests.conftest import ROOT
+from tests.support.hf_models import params_of
 from zoo.deepseek import SIZES
 
 pytestmark = pytest.mark.promise("hugging-face")

@@ -29,23 +29,17 @@ from recipes.common.hf import gpt_oss as oss
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import abstract_model, paths
-from recipes.instruments.prove.compare import (
+from recipes.instruments.prove.comparison import (
     LOSS_TOLERANCE,
     STATE_TOLERANCE,
     compare_all,
     largest_relative,
 )
-from tests.by_hand.hf_parity import FAMILIES as ALL_FAMILIES
-from tests.by_hand.hf_parity import (
-    NOT_GOLDEN,
-    TOKENS_BT,
-    TOLERANCE,
-    export,
-    our_logits,
-    params_of,
-)
 from tests.conftest import ROOT, full_except
 from tests.support.golden_folders import GOLDEN, config_of, keys_of
+from tests.support.hf_families import FAMILIES as ALL_FAMILIES
+from tests.support.hf_families import NOT_GOLDEN, TOKENS_BT, TOLERANCE
+from tests.support.hf_models import export, our_logits, params_of
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records

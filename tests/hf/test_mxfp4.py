@@ -14,8 +14,8 @@ from recipes.common import checkpoint, hf
 from recipes.common.hf import mxfp4
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
-from tests.by_hand.hf_parity import params_of
 from tests.conftest import ROOT
+from tests.support.hf_models import params_of
 
 pytestmark = pytest.mark.promise("hugging-face")
 GOLDEN = ROOT / "tests" / "golden" / "hf" / "gpt_oss"

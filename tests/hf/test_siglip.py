@@ -16,12 +16,12 @@ import recipes.siglip
 from data import DataError, images
 from data.captions import Texts
 from recipes.common import hf
-from recipes.common.pictures import CaptionedPictures
+from recipes.common.flags.pictures import CaptionedPictures
 from recipes.common.runtime import Run
 from recipes.common.runtime.errors import UserError
-from recipes.common.train.flags import Training
-from tests.by_hand.hf_parity import export
+from recipes.common.train.training_flags import Training
 from tests.support.golden_folders import GOLDEN, keys_of
+from tests.support.hf_models import export
 from tests.support.small_tokenizers import metaspace, small
 from zoo.siglip import Config
 from zoo.sizes import clip_b32

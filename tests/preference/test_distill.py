@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from recipes import distill
-from recipes.common import entries, teacher_logits
-from recipes.common.distillation import Distillation, Distilling, divergence
+from recipes.common import entries
+from recipes.common.distillation import teacher_logits
+from recipes.common.distillation.student_loss import Distillation, Distilling, divergence
 from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import parse
 from recipes.common.runtime.mesh import make_mesh
+from recipes.common.runtime.start import show_plan
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train.step import gradients
@@ -279,7 +281,9 @@ def run(teacher, monkeypatch, capsys):
 
     def run(*flags: str) -> str:
         first = (f"--teacher={teacher / 'model'}", f"--dataset={teacher / 'text.jsonl'}")
-        distill.main(*(parse([*first, *FLAGS, *flags], *distill.NEW) or []))
+        planned = distill.main(*(parse([*first, *FLAGS, *flags], *distill.NEW) or []))
+        if planned:
+            show_plan(planned)
         return capsys.readouterr().out
 
     return run

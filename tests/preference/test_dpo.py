@@ -18,6 +18,7 @@ from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import parse
 from recipes.common.runtime.mesh import make_mesh
+from recipes.common.runtime.start import show_plan
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.host_memory import on_host
 from recipes.common.sharding.layout import make_layout, shardings
@@ -317,7 +318,9 @@ def tune(start, monkeypatch, capsys):
         first = (f"--restore_from={start / 'model'}", f"--dataset={start / 'pairs.jsonl'}")
         argv = [*first, *FLAGS, *flags]
         first_groups = parse(argv, *dpo.NEW) or []
-        dpo.main(*(parse(argv, *dpo.defaults(*first_groups)) or []))
+        planned = dpo.main(*(parse(argv, *dpo.defaults(*first_groups)) or []))
+        if planned:
+            show_plan(planned)
         return capsys.readouterr().out
 
     return run
@@ -445,14 +448,14 @@ def test_a_tuned_model_is_published_with_its_own_command(tune, tmp_path, quick):
 @pytest.fixture
 def planned(tune, monkeypatch, tmp_path):
     """Returns what --plan has estimated."""
-    estimates, frozen = [], answer.with_second
+    estimates, frozen = [], answer.with_frozen
     own = answer.estimate
 
     def keep(function):
         return lambda *arguments: estimates.append(function(*arguments)) or estimates[-1]
 
     monkeypatch.setattr(answer, "estimate", keep(own))
-    monkeypatch.setattr(answer, "with_second", keep(frozen))
+    monkeypatch.setattr(answer, "with_frozen", keep(frozen))
 
     def run(*flags: str):
         out = tune("--mesh=4x2", "--plan", f"--workdir={tmp_path / 'w'}", *flags)

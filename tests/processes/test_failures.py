@@ -18,9 +18,9 @@ from recipes.common import checkpoint
 from recipes.common.checkpoint import integrity, run_folder, saver
 from recipes.common.runtime import agreement, processes, start
 from recipes.common.runtime.errors import UserError
-from tests.by_hand import startup_scale
 from tests.support.local_processes import FLAGS, IMPATIENT, LOST, SMALLEST, LocalProcesses
 from tests.support.local_processes import smallest as smallest
+from tests.support.many_starts import played
 from tests.support.quick import quick as quick
 from tests.support.runs import records
 
@@ -285,7 +285,7 @@ def test_startup_messages_are_linear_in_the_number_of_processes(monkeypatch):
 
     def read_by_each(count):
         monkeypatch.setattr(distributed.global_state, "client", Service())
-        startup_scale.played(count)()
+        played(count)()
         return distributed.global_state.client.read / count
 
     assert read_by_each(32) < 1.2 * read_by_each(8)

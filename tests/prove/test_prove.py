@@ -26,9 +26,9 @@ from recipes.instruments import user_model
 from recipes.instruments.prove import cases
 from recipes.instruments.prove import run as prove_run
 from recipes.instruments.prove.cases import prove
-from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all, compare_gradients
+from recipes.instruments.prove.comparison import GRADIENT_TOLERANCE, compare_all, compare_gradients
+from recipes.instruments.prove.layouts import layouts, reference_layout
 from recipes.instruments.prove.precision import prove_precision
-from recipes.instruments.prove.subject import layouts, reference_layout
 from tests.conftest import ROOT, full_except
 from tests.support.quick import QUICK
 from zoo.llama_relatives import Config, Transformer
@@ -500,18 +500,18 @@ def sized():
     """Returns a function of a fault: the case of the model on 4x2; one device is right in all."""
     rules = {"tp": {"batch": "data", "hidden": "model"}}
 
-    def subject(fault: str):
-        return user_model.make_subject(
+    def faulty_model(fault: str):
+        return user_model.make_user_model(
             lambda: Sized(fault, rngs=nnx.Rngs(0)), None, rules, None, prove_run.OPTIMIZER
         )
 
     def layout(fault: str):
-        return layouts(subject(fault), [make_mesh("4x2")], auto=True)[0]["tp", "4x2"]
+        return layouts(faulty_model(fault), [make_mesh("4x2")], auto=True)[0]["tp", "4x2"]
 
-    reference = cases.Reference(reference_layout([layout("")]), subject(""))
+    reference = cases.Reference(reference_layout([layout("")]), faulty_model(""))
 
     def prove_fault(fault: str) -> cases.Case:
-        batch = reference.subject.batch
+        batch = reference.user_model.batch
         on_mesh = layout(fault)
         abstract = abstract_state(on_mesh, reference.optimizer)
         row = {name: x[0] for name, x in batch.items()}

@@ -18,7 +18,7 @@ from recipes.common.train.feed import to_devices
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
 from recipes.instruments.prove import run
-from recipes.instruments.prove.compare import compare_gradients
+from recipes.instruments.prove.comparison import compare_gradients
 from tests.conftest import ROOT, full_except
 from tests.support.entries import BATCH, ENTRIES, OPTIMIZER
 from tests.support.proof import PRECISION

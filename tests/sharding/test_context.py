@@ -14,7 +14,7 @@ from flax import nnx
 from recipes.common.checkpoint import layout_of
 from recipes.common.entries import model as model_of
 from recipes.common.entries import zoo_file
-from recipes.common.generation import Generator, Sampling
+from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.report import kernel
 from recipes.common.report.hlo import collectives
 from recipes.common.runtime.mesh import make_mesh
@@ -23,7 +23,7 @@ from recipes.common.sharding.layout import make_layout
 from recipes.common.train.step import gradients
 from recipes.instruments.bench.common import make_step
 from recipes.instruments.plan.textbook import textbook, transfers
-from recipes.instruments.prove.compare import (
+from recipes.instruments.prove.comparison import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     compare_gradients,

@@ -11,8 +11,8 @@ import pytest
 
 from recipes.common.report import hlo, report
 from recipes.common.runtime.mesh import make_mesh
-from tests.by_hand.hlo_programs import ACROSS_SLICES, AXIS, cases, counted, crosses, hlo_of
 from tests.conftest import ROOT
+from tests.support.known_programs import ACROSS_SLICES, AXIS, cases, counted, crosses, hlo_of
 from tests.support.quick import QUICK
 
 pytestmark = pytest.mark.promise("collectives-counted")
@@ -164,7 +164,7 @@ def test_notations_of_other_compilers(name):
 
 
 def test_traffic_between_slices_is_counted_separately():
-    """Reads a recorded program for two TPU slices; see tests/by_hand/hlo_programs.py."""
+    """Reads a recorded program for two TPU slices; see tests/support/known_programs.py."""
     text = (ROOT / "tests" / "golden" / "two_slices.hlo").read_text()
     assert crosses(text) == ACROSS_SLICES
     assert {found.groups for found in hlo.crossing(text)} == {"{1,2}x{0:15}"}

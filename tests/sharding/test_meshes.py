@@ -30,7 +30,7 @@ from recipes.common.train.state import abstract_state
 from recipes.common.train.update import apply_gradients
 from recipes.instruments.prove import run as prove
 from recipes.instruments.prove.cases import TOLERANCES, compare_runs
-from recipes.instruments.prove.compare import (
+from recipes.instruments.prove.comparison import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     compare_all,
@@ -243,7 +243,7 @@ def three_steps(entry_name: str, strategy: str, mesh: str, is_long: bool) -> dic
             after, _, batch_grads = step(inputs, to_devices(batch, layout))
             buffers = {kind: after[kind] for kind in after.keys() & {"buffers"}}
             state = update(state | buffers, batch_grads)
-        states[name] = prove.numbers(state)
+        states[name] = prove.to_host(state)
     return states
 
 

@@ -16,9 +16,9 @@ from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.sharding.rules import used_axes
 from recipes.common.train.optimizer import adamw
 from recipes.common.train.state import abstract_state, new_params
-from tests.by_hand.hf_parity import GOLDEN
 from tests.conftest import full_except
-from tests.support import odd_shapes, runs
+from tests.support import odd_configs, runs
+from tests.support.golden_folders import GOLDEN
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
@@ -117,17 +117,17 @@ def test_two_axes_of_one_product(pair):
     config = dataclasses.replace(entries.zoo_file(entry).Config.tiny(), **sizes, **without_experts)
     used = used_axes(entries.zoo_file(entry).RULES[strategy])
     mesh = ",".join(f"{axis}=2" for axis in ("data", "pipe", "model") if axis in used)
-    case = odd_shapes.Case(entry, config, strategy, mesh, 4, 8, whole)
-    assert odd_shapes.check(case, logits_only=pair in FAST_ONES) == "equal"
+    case = odd_configs.Case(entry, config, strategy, mesh, 4, 8, whole)
+    assert odd_configs.check(case, logits_only=pair in FAST_ONES) == "equal"
 
 
-RANDOM = [(entry, seed) for seed in range(4) for entry in odd_shapes.ENTRIES]
+RANDOM = [(entry, seed) for seed in range(4) for entry in odd_configs.ENTRIES]
 
 
 @pytest.mark.parametrize(("entry", "seed"), full_except(RANDOM, []))
 def test_a_random_model_on_a_random_mesh_is_equal_or_refused(entry, seed):
     """By hand, many: python -m tests.by_hand.odd_shapes."""
-    result = odd_shapes.check(odd_shapes.draw_case(entry, seed))
+    result = odd_configs.check(odd_configs.draw_case(entry, seed))
     assert result == "equal" or result.startswith("refused: ")
 
 

@@ -8,7 +8,11 @@ import json
 from collections.abc import Callable
 
 from recipes.common.report.report import size
-from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, STATE_TOLERANCE
+from recipes.instruments.prove.comparison import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    STATE_TOLERANCE,
+)
 from tests.conftest import ROOT
 
 DIFFERENCES = "mesh_differences.json"  # under golden/

@@ -10,7 +10,7 @@ import pytest
 
 from recipes import deepseek, dot_relu_dot, mlp, transformer, vit
 from recipes.common import checkpoint
-from recipes.common.config_flags import changed_setting, comment, configure, read
+from recipes.common.flags.config_flags import changed_setting, comment, configure, read
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, records
 from zoo.core.layers import AttentionType

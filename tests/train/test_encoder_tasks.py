@@ -13,14 +13,14 @@ import pytest
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
 from recipes.common.checkpoint import card, probe
-from recipes.common.encoders import PairLoss, for_task
 from recipes.common.mesh import make_mesh
 from recipes.common.sharding import make_layout, paths, shardings
 from recipes.common.sharding.abstract import Phases, variables_of
+from recipes.common.tasks.text_encoders import PairLoss, for_task
 from recipes.common.train.new_parts import NewParts
 from recipes.common.train.state import new_params
 from recipes.common.train.step import gradients
-from recipes.instruments.prove.compare import compare_gradients, largest_relative
+from recipes.instruments.prove.comparison import compare_gradients, largest_relative
 from tests.conftest import full_except
 from tests.support.encoders import SMALL, written
 from tests.support.models import built

@@ -20,7 +20,7 @@ from flax import nnx
 import recipes.hf
 from data.tokenizer import BYTES, from_files
 from recipes.common import checkpoint, entries, hf
-from recipes.common.checkpoint import card, lora
+from recipes.common.checkpoint import adapters, card
 from recipes.common.report import flops, report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
@@ -32,20 +32,13 @@ from recipes.common.train.optimizer import LearningRate, hidden_matrices
 from recipes.common.train.resume import read_variables
 from recipes.common.train.state import abstract_state, new_params, new_state
 from recipes.common.train.step import TrainStep
-from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
+from recipes.instruments.prove.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE, difference
 from recipes.instruments.prove.run import train
-from tests.by_hand.hf_parity import (
-    ADAPTERS,
-    FAMILIES,
-    GOLDEN,
-    TOKENS_BT,
-    TOLERANCE,
-    inputs,
-    our_logits,
-    params_of,
-)
 from tests.conftest import full_except
 from tests.support.entries import BATCH, ENTRIES, OPTIMIZER, compile_step
+from tests.support.golden_folders import GOLDEN
+from tests.support.hf_families import ADAPTERS, FAMILIES, TOKENS_BT, TOLERANCE
+from tests.support.hf_models import inputs, our_logits, params_of
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import TINY, assert_bit_equal, forget_hashes, saving, state_of
@@ -341,7 +334,7 @@ def saved(tmp_path_factory):
         layout = layout_of(config)
         state = jax.device_put(new_state(layout, OPTIMIZER, 0, found), layout.replicated)
         facts = checkpoint.metadata(entry, layout, {"seq_len": 8})
-        facts["base"] = lora.describe_base(checkpoint.find(base), str(base))
+        facts["base"] = adapters.describe_base(checkpoint.find(base), str(base))
         with saving(run, entry, facts) as saver:
             saver.save(5, state)
         return Disk(base, run, jax.device_get(state))
@@ -424,7 +417,7 @@ def test_the_tokenizer_is_the_adapters_with_what_the_base_knows():
         return SimpleNamespace(tokenizer=lambda: from_files(files) if files else None)
 
     def ends(own, base):
-        return lora.Adapted(source(own), source(base), "").tokenizer().end
+        return adapters.Adapted(source(own), source(base), "").tokenizer().end
 
     assert ends(less, whole) == ends({}, whole) == ends(whole, {}) == (2, 0)
     assert ends(less, {}) == ends(less, metaspace()) == (2,)
@@ -497,7 +490,9 @@ def test_an_unsuitable_base_of_an_adapter_is_refused(disk, tmp_path):
     facts = checkpoint.metadata("transformer", layout_of(small), {}) | {"step": 0}
     checkpoint.write(tmp_path / "small", {"params": jax.device_put(zeros)}, facts)
     said = json.loads(file.read_text())
-    said["base"] = lora.describe_base(checkpoint.find(tmp_path / "small"), str(tmp_path / "small"))
+    said["base"] = adapters.describe_base(
+        checkpoint.find(tmp_path / "small"), str(tmp_path / "small")
+    )
     file.write_text(json.dumps(said))
     forget_hashes(disk.run / "checkpoints" / "5")
     refused(disk.run, "adapts layers/mlp/down by [2, 128, 4] · [2, 4, 64], and its base")
@@ -552,15 +547,15 @@ def test_another_adapter_can_not_be_trained_on(made):
 def test_the_content_of_a_model_folder_is_hashed_once(tmp_path, monkeypatch):
     shutil.copytree(GOLDEN / "smollm", tmp_path / "m")
     folder = hf.Folder(tmp_path / "m")
-    digest = lora.content_sha256(folder)
-    monkeypatch.setattr(lora.integrity, "sha256", lambda *_: pytest.fail("read again"))
-    assert lora.content_sha256(hf.Folder(tmp_path / "m")) == digest
+    digest = adapters.content_sha256(folder)
+    monkeypatch.setattr(adapters.integrity, "sha256", lambda *_: pytest.fail("read again"))
+    assert adapters.content_sha256(hf.Folder(tmp_path / "m")) == digest
     monkeypatch.undo()
     (tmp_path / "m" / "README.md").write_text("not what its parameters depend on")
-    assert lora.content_sha256(hf.Folder(tmp_path / "m")) == digest
+    assert adapters.content_sha256(hf.Folder(tmp_path / "m")) == digest
     config = tmp_path / "m" / "config.json"
     config.write_text(config.read_text() + " ")
-    assert lora.content_sha256(hf.Folder(tmp_path / "m")) != digest
+    assert adapters.content_sha256(hf.Folder(tmp_path / "m")) != digest
 
 
 @pytest.mark.full

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes.common.config_flags import check_matmul
-from recipes.common.int8_weights import to_int8
+from recipes.common.flags.config_flags import check_matmul
+from recipes.common.generation.int8_weights import to_int8
 from recipes.common.mesh import make_mesh
 from recipes.common.report import kernel
 from recipes.common.runtime.errors import UserError

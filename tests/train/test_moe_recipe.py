@@ -16,7 +16,7 @@ import zoo.moe
 from data.tokenizer import BYTES
 from recipes.common import checkpoint
 from recipes.common.language import model_config
-from recipes.common.language.recipe import use_of_experts
+from recipes.common.language.messages import use_of_experts
 from recipes.common.mesh import make_mesh
 from recipes.common.report import flops
 from recipes.common.sharding.abstract import abstract_model, paths

@@ -14,8 +14,8 @@ from recipes.common.train.feed import to_devices
 from recipes.common.train.optimizer import LearningRate, make_optimizer
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import TrainStep, gradients
-from recipes.instruments.prove.compare import GRADIENT_TOLERANCE, compare_all
-from recipes.instruments.prove.run import OPTIMIZER, numbers, restored
+from recipes.instruments.prove.comparison import GRADIENT_TOLERANCE, compare_all
+from recipes.instruments.prove.run import OPTIMIZER, restored, to_host
 from tests.support.entries import ENTRIES
 from tests.support.models import random_values
 from tests.support.quick import QUICK
@@ -75,7 +75,7 @@ def train(layout: Layout, microbatches: int) -> dict[str, np.ndarray]:
     state = initialize(layout, optimizer, 0, abstract)
     for _ in range(2):
         state, _ = compiled(state, to_devices(batch(), layout))
-    return numbers(state)
+    return to_host(state)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.common.generation import cap_windows
+from recipes.common.generation.generator import cap_windows
 from recipes.common.mesh import make_mesh
 from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel

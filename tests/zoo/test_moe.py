@@ -22,8 +22,10 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import abstract_model, paths, variables_of
 from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.shape import ExpertsShape
+from recipes.common.train.planned import PlannedStep
 from recipes.common.train.step import gradients
-from recipes.instruments.plan.answer import of_layout
+from recipes.common.train.training_flags import Training
+from recipes.instruments.plan.answer import describe_step
 from recipes.instruments.plan.textbook import devices_of_a_row, transfers
 from tests.conftest import full_except
 from tests.support.models import built, multiplying
@@ -796,7 +798,7 @@ def test_how_rows_reach_dropless_experts_is_decided_by_bytes(mesh, choices, limi
     )
     layout = make_layout(MoE, config, make_mesh(mesh), "ep", batch_size=8, seq_len=16)
     assert kernel.experts(layout) == [f"experts: dropless, {line}"]
-    assert f"experts: dropless, {line}" in of_layout(layout)
+    assert f"experts: dropless, {line}" in describe_step(PlannedStep(layout, Training()))
     sent = [x for x in transfers(layout) if x.purpose == "exchanges"]
     assert {x.kind for x in sent} == kinds
     rows = 8 * 16 / layout.batch_shards * config.embed * 4 * config.num_layers

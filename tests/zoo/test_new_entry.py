@@ -124,40 +124,30 @@ RULES: dict[str, Rules] = complete(
 
 RECIPE = '''"""Trains MadeUp to copy a random teacher."""
 
-import dataclasses
-
 from data import made_up
 from recipes.common import checkpoint
-from recipes.common.report.plan import plan
 from recipes.common.checkpoint.run_folder import open_run
-from recipes.common.runtime import Run, flag, make_mesh, print0
+from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.loop import finish, fit
-from recipes.common.train.optimizer import LearningRate, adamw
-from recipes.common.train.step import TrainStep
+from recipes.common.train.planned import PlannedStep
+from recipes.common.train.step import make_step
+from recipes.common.train.training_flags import Training
 from zoo.made_up import Config, MadeUp
 
 
-@dataclasses.dataclass(frozen=True)
-class Flags:
-    """Recipe-specific flags."""
-
-    accumulate: int = flag(1, "Gradient-accumulation microbatches.", group="optimizer", at_least=1)
-
-
-def main(run: Run, flags: Flags) -> None:
-    mesh, folder = make_mesh(run.mesh), open_run("made_up", run, flags)
+def main(run: Run, training: Training) -> PlannedStep | None:
+    mesh, folder = make_mesh(run.mesh), open_run("made_up", run, training)
     config = checkpoint.config_of(folder.start) if folder.start else Config.tiny()
     layout = make_layout(
         MadeUp, config, mesh, run.rules,
-        seed=run.seed, batch_size=run.batch_size, microbatches=flags.accumulate,
+        seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
     )  # fmt: skip
     if run.plan:
-        return print0(*plan(layout, flags.accumulate))
+        return PlannedStep(layout, training)
     data = made_up.load(config.width, config.inner, run.seed)
-    lr = LearningRate(run.learning_rate, 2, run.steps)
-    step = TrainStep(layout, adamw(lr, 0.0, 1.0), lr, flags.accumulate)
+    step = make_step(layout, run, training)
     _, log, metrics = fit(run, folder, step, data)
     total, count = metrics["loss"]
     print0(f"Held-out loss {total / count:.6f}.")
@@ -165,7 +155,9 @@ def main(run: Run, flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    start(main, Run(steps=8, batch_size=64, log_every=1), Flags())
+    start(
+        main, Run(steps=8, batch_size=64, log_every=1), Training(warmup_steps=2, weight_decay=0.0)
+    )
 '''
 
 DATA_FILE = '''"""Data for MadeUp: a teacher's answers. Parameters are named like its Config's fields."""

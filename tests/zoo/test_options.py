@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from recipes.common import entries
-from recipes.common.config_flags import COMPUTE
+from recipes.common.flags.config_flags import COMPUTE
 from recipes.common.sharding.abstract import abstract_model
 from tests.conftest import full_except
 from tests.support.entries import OF_TEXT

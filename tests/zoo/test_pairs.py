@@ -14,7 +14,7 @@ from recipes.common.report.hlo import collectives
 from recipes.common.sharding.abstract import paths, variables_of
 from recipes.common.sharding.layout import Tree, make_layout, shardings
 from recipes.common.train.step import gradients
-from recipes.instruments.prove.compare import compare_gradients, largest_relative
+from recipes.instruments.prove.comparison import compare_gradients, largest_relative
 from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo.parts.pairs import EXCHANGES, LOSSES, loss_of_pairs

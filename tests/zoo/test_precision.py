@@ -17,7 +17,7 @@ from recipes.common.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import gradients
-from recipes.instruments.prove.compare import difference
+from recipes.instruments.prove.comparison import difference
 from recipes.instruments.prove.source import bodies
 from recipes.instruments.prove.sums import Sum, low_precision_sums
 from tests.conftest import ROOT, full_except

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.common.generation import Generator, Sampling, cap_windows
+from recipes.common.generation.generator import Generator, Sampling, cap_windows
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except

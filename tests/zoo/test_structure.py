@@ -8,6 +8,7 @@ import graphlib
 import importlib
 import itertools
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -31,8 +32,6 @@ from zoo.options.compute_options import ComputeOptions
 
 pytestmark = pytest.mark.promise("structure")
 
-# The files of a run that import instruments, inside functions.
-FOR_FLAGS = {"recipes/common/report/plan.py": "--plan", "recipes/evaluate.py": "--tasks"}
 OURS = ("zoo", "data", "recipes", "tests")
 FILES = sorted(path.relative_to(ROOT) for folder in OURS for path in (ROOT / folder).rglob("*.py"))
 SHIPPED = [path for path in FILES if path.parts[0] != "tests"]
@@ -44,10 +43,11 @@ TABLE = "zoo.kernels.choice"
 
 
 @functools.cache
-def imports(path) -> set[str]:
-    """Full names of all that a file imports, inside functions too."""
+def imports(path, nested: bool = True) -> set[str]:
+    """Full names of all that a file imports; `nested`: inside functions too."""
     names = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    tree = ast.parse((ROOT / path).read_text())
+    for node in ast.walk(tree) if nested else tree.body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -110,8 +110,6 @@ def test_nobody_imports_in_circles():
     for path in SHIPPED:
         here = room(".".join(path.with_suffix("").parts))
         names = {name for name in imports(path) if name.split(".")[0] in OURS}
-        if path.as_posix() in FOR_FLAGS:
-            names = {name for name in names if not name.startswith("recipes.instruments.")}
         graph.setdefault(here, set()).update({room(name) for name in names} - {here})
     assert "zoo.core.layers" in graph["zoo.core.decoder"]
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
@@ -136,7 +134,7 @@ def test_imports_flow_one_way(path):
         assert not libraries(path) & {"jax", "flax"}
         return
     below = ["zoo", "data", "recipes.common.", "recipes.STARTED"]
-    if path.as_posix() in FOR_FLAGS or path.parts[1] == "instruments":
+    if path.parts[1] != "common":
         below.append("recipes.instruments.")
     assert all(name.startswith(tuple(below)) for name in ours), "recipes never import one another"
     if path.parts[1] == "common" and path.parts[2] != "hf":  # whose families are an entry each
@@ -153,6 +151,31 @@ def test_the_rooms_of_the_zoo_know_only_those_below():
             if ROOMS.index(there) < ROOMS.index(here) and not name.startswith(TABLE):
                 arrows.add((path.as_posix(), name))
     assert not arrows
+
+
+def test_a_run_loads_what_it_needs():
+    """The MLP's recipe loads no family of Hugging Face models, no instrument and no text."""
+    loaded, waiting = set(), ["recipes.mlp"]
+    while waiting:
+        module = pathlib.Path(*waiting.pop().split("."))
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if (ROOT / file).is_file() and file not in loaded:
+                loaded.add(file)
+                names = imports(file, nested=False)
+                parents = {name.rpartition(".")[0] for name in names}
+                waiting += [x for x in names | parents if x.startswith(("recipes.", "data."))]
+    rooms = {room(".".join(file.with_suffix("").parts)) for file in loaded}
+    assert {"recipes.common.checkpoint", "data.digits"} <= rooms
+    assert rooms.isdisjoint({"recipes.common.hf", "recipes.common.language", "data.text"})
+    assert not any(name.startswith("recipes.instruments") for name in rooms)
+
+
+def test_no_test_imports_a_script_that_is_run_by_hand():
+    scripts = ROOT / "tests" / "by_hand"
+    for path in FILES:
+        if path.parts[0] == "tests" and not (ROOT / path).is_relative_to(scripts):
+            by_hand = [name for name in imports(path) if name.startswith("tests.by_hand")]
+            assert not by_hand, f"{path}: what it shares with a script belongs in tests/support"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AxisType
 
 from recipes.common import checkpoint, entries
-from recipes.common.generation import cap_windows
+from recipes.common.generation.generator import cap_windows
 from recipes.common.mesh import make_mesh
 from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel
@@ -22,7 +22,7 @@ from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.sharding.shape import Shape, trace_shape
 from recipes.common.train.step import gradients
 from recipes.instruments.bench import common
-from recipes.instruments.plan import memory
+from recipes.instruments.plan import step_memory
 from tests.conftest import full_except
 from tests.support.models import random_values
 from tests.support.quick import QUICK
@@ -431,8 +431,8 @@ def test_kernels_and_memory_are_each_kind_s():
     for name, period in {"A": (A,), "B": (B,), "AAB": (A, A, B)}.items():
         config = dataclasses.replace(TINY, num_layers=7, layer_kinds=period, remat="none")
         step = common.make_step(config, "dp", make_mesh("1"), 1, 2_048, segments=True)
-        assert memory.kernel(step.layout) == "xla"
-        saved[name] = memory.memory_parts(step.layout)["saved activations"]
+        assert step_memory.kernel(step.layout) == "xla"
+        saved[name] = step_memory.memory_parts(step.layout)["saved activations"]
     assert saved["A"] < saved["B"]
     assert saved["AAB"] == pytest.approx(saved["A"] * 5 / 7 + saved["B"] * 2 / 7, rel=1e-3)
     mesh = jax.sharding.AbstractMesh(

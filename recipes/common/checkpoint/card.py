@@ -11,12 +11,11 @@ import shlex
 from typing import Any
 
 from data import hub
-from recipes.common.checkpoint import probe
+from recipes.common.checkpoint import integrity, probe
 from recipes.common.entries import ENTRIES
 from recipes.common.runtime import describe, quote
 from recipes.common.storage import folders, jsonl
 
-FILE = "README.md"
 PICTURE = "loss.png"
 
 LICENCES = {  # for datasets that come with the zoo or with Python
@@ -40,12 +39,6 @@ OMITTED_FLAGS = {
     *("temperature", "eval_every", "keep_best", "tensorboard", "wandb", "profile", "plan"),
     "platform",
 }
-ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
-
-
-def digests(text: str) -> dict[str, str]:
-    """File → SHA-256, parsed from a card."""
-    return dict(ROW.findall(text))
 
 
 def measured(checkpoint: pathlib.Path, step: int) -> dict[str, Any]:
@@ -194,7 +187,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
     facts = metadata["published"]
     # The flags that determine its held-out metrics.
     words = [f"--{k}={shlex.quote(shown(v))}" for k, v in metadata["flags"].items()
-             if k in ("dataset", "eval_dataset", "seq_len") and v and not of_pairs(metadata)]  # fmt: skip
+             if k in ("dataset", "eval_dataset", "seq_len") and v and not is_tuned_on_pairs(metadata)]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
     evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *words])
     rounded = "matmul weights, when published; held-out figures are from before"
@@ -217,9 +210,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
             *table(rows),
             *(["![Losses of the run](loss.png)", ""] if PICTURE in hashes else []),
             *in_its_words(facts),
-            "| File | Bytes | SHA-256 |",
-            "| --- | ---: | --- |",
-            *(f"| `{name}` | {size:,} | `{sha}` |" for name, (size, sha) in hashes.items()),
+            *integrity.card_rows(hashes),
             "",
         ]
     )
@@ -243,7 +234,7 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     data, began = metadata["data"], base(metadata)
     asked = metadata["flags"].get("steps", metadata["step"])
     minutes, seconds = divmod(round(facts["train_seconds"]), 60)
-    unit = "" if of_pairs(metadata) else f" ({facts['unit']})"
+    unit = "" if is_tuned_on_pairs(metadata) else f" ({facts['unit']})"
     return {
         "Parameters": f"{facts['parameters']:,}, {facts['dtype']}",
         "Base model": in_words(began),
@@ -257,7 +248,7 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def of_pairs(metadata: dict[str, Any]) -> bool:
+def is_tuned_on_pairs(metadata: dict[str, Any]) -> bool:
     """Whether its metrics are those of pairs, and in no unit."""
     return metadata.get("recipe") == probe.PAIRS
 

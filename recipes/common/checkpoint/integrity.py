@@ -8,10 +8,10 @@ import contextlib
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
-from data import cache_dir, corpus
-from recipes.common.checkpoint import card
+from data import cache_dir, cached_files
 from recipes.common.runtime import print0, processes
 from recipes.common.storage import folders
 from recipes.common.storage.folders import COMMITTED
@@ -19,6 +19,8 @@ from recipes.common.storage.folders import COMMITTED
 HASHES = "hashes.json"
 HASHED = "hashed"  # in the metadata of a checkpoint with hashes.json; early versions wrote neither
 PROBE = "probe.json"  # in published checkpoints: probe.py
+CARD = "README.md"  # in published checkpoints: card.py
+_CARD_ROW = re.compile(r"^\| `(.+)` \| [\d,]+ \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 _ITEMS = ("state", "data", "metadata", "tokenizer")
 _NEEDED = [f"{item}{COMMITTED}" for item in ("", "state/", "metadata/")]
 _NEEDED += ["state/_METADATA", "metadata/metadata"]
@@ -67,7 +69,7 @@ def check_files(folder: pathlib.Path) -> str:
                 item, _, file = name.partition("/")
                 if item in _ITEMS and not file.startswith("."):
                     return f"{name} is missing in {HASHES}"
-        for name in (HASHES, card.FILE, PROBE) if "published" in metadata else ():
+        for name in (HASHES, CARD, PROBE) if "published" in metadata else ():
             if name not in sizes or (name != HASHES and name not in hashes):
                 return f"{name} is missing" + (f" in {HASHES}" if name in sizes else "")
         for name, (size, _) in hashes.items():
@@ -76,8 +78,8 @@ def check_files(folder: pathlib.Path) -> str:
             if sizes[name] != size:
                 return f"{name} has {sizes[name]:,} bytes instead of {size:,}"
         if "published" in metadata:
-            name = card.FILE
-            listed = card.digests((folder / name).read_bytes().decode(errors="replace"))
+            name = CARD
+            listed = card_digests((folder / name).read_bytes().decode(errors="replace"))
             for other, (_, digest) in hashes.items():
                 if other != name and listed.get(other) != digest:
                     return f"{name} and {HASHES} disagree on the SHA-256 of {other}"
@@ -143,6 +145,17 @@ def hashes_of(
     return {name: [sizes[name], digests[name]] for name in sorted(sizes)}
 
 
+def card_digests(text: str) -> dict[str, str]:
+    """File → SHA-256, parsed from a card."""
+    return dict(_CARD_ROW.findall(text))
+
+
+def card_rows(hashes: dict[str, list]) -> list[str]:
+    """Lines of a card's table of files, as `check_files` reads it."""
+    rows = [f"| `{name}` | {size:,} | `{digest}` |" for name, (size, digest) in hashes.items()]
+    return ["| File | Bytes | SHA-256 |", "| --- | ---: | --- |", *rows]
+
+
 def content_sha256(folder: pathlib.Path, files: Sequence[pathlib.Path] = ()) -> str:
     """A digest of a checkpoint's hashes.json, or of the files of another model.
 
@@ -154,7 +167,7 @@ def content_sha256(folder: pathlib.Path, files: Sequence[pathlib.Path] = ()) -> 
     """
     if not files and (folder / HASHES).exists():
         return hashlib.sha256((folder / HASHES).read_bytes()).hexdigest()
-    cached = cache_dir() / "models" / f"{corpus.stamp([*files])}.sha256"
+    cached = cache_dir() / "models" / f"{cached_files.stamp([*files])}.sha256"
     if files and (
         digest := processes.broadcast_from_first(lambda: cached.exists() and cached.read_text())
     ):
@@ -171,7 +184,7 @@ def content_sha256(folder: pathlib.Path, files: Sequence[pathlib.Path] = ()) -> 
     with contextlib.suppress(OSError):  # without a cache the next run hashes again
         if files:
             cached.parent.mkdir(parents=True, exist_ok=True)
-            corpus.replace(cached, digest)
+            cached_files.replace(cached, digest)
     return digest
 
 

@@ -3,11 +3,11 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import zoo
-from recipes.common import hf
-from recipes.common.checkpoint import integrity, lora
-from recipes.common.checkpoint.store import Source, config_of, open_checkpoint
+from recipes.common.checkpoint import adapters, integrity
+from recipes.common.checkpoint.store import WeightSource, config_of, open_checkpoint
 from recipes.common.runtime import UserError, processes
 from recipes.common.storage import folders
 
@@ -18,6 +18,7 @@ MADE_BY = {
     "moe.stdlib_2m": "recipes.moe --mesh=data=2,expert=4 --steps=1500 --learning_rate=0.003",
     "qwen3_next.stdlib_1m": "recipes.qwen3_next --mesh=1x1 --steps=600",
 }
+PEFT_CONFIG = "adapter_config.json"  # in folders of PEFT's adapters
 FIX = "use --base=PATH of the model that it was trained on"
 
 
@@ -30,11 +31,13 @@ class Location:
     hf_name: str = ""  # of a Hugging Face model or adapter; empty: a checkpoint
     base: "Location | None" = None  # of an adapter
 
-    def open(self) -> Source:
+    def open(self) -> WeightSource:
         """The model, or the adapter alone. Raises UserError."""
         if not self.hf_name:
             with folders.user_errors(f"{self.named} can't be read", "use another"):
                 return open_checkpoint(folders.to_path(self.folder))
+        from recipes.common import hf  # every family; most runs open checkpoints alone
+
         # Each host has its own copy of a model on the Hub.
         return hf.open_folder(
             pathlib.Path(self.folder) if processes.is_first() else hf.locate(self.hf_name)
@@ -48,7 +51,7 @@ def published() -> list[str]:
 
 def find(
     path: str | pathlib.Path, flag: str = "--restore_from", hash_files: bool = True, base: str = ""
-) -> Source:
+) -> WeightSource:
     """The checkpoint at a path: a run's workdir (its newest one) or a checkpoint's own folder.
 
     A bare name that is no folder is a published checkpoint: "mlp.digits". "hf:DIR" is a Hugging
@@ -104,6 +107,8 @@ def _recorded_base(location: Location) -> str:
     if not location.hf_name:
         metadata = open_checkpoint(folders.to_path(location.folder)).metadata
         return metadata["base"]["path"] if "base" in metadata else ""
+    from recipes.common import hf
+
     folder = pathlib.Path(location.folder)
     return hf.read_adapter(folder).metadata["base"]["path"] if hf.is_adapter(folder) else ""
 
@@ -116,6 +121,8 @@ def _without_base(named: str, error: UserError) -> UserError:
 def _locate(path: str, named: str) -> Location:
     """What is at a path, without an adapter's base. Raises UserError if a file is missing."""
     if path.startswith("hf:"):
+        from recipes.common import hf
+
         name = path.removeprefix("hf:")
         return Location(named, str(hf.locate(name)), name)
     with folders.user_errors(f"{named} can't be read", "use another"):
@@ -123,7 +130,7 @@ def _locate(path: str, named: str) -> Location:
         if not folder.exists() and path == folder.name:
             folder = PUBLISHED / folder.name
         checkpoint = _newest(folder)
-        if not checkpoint and hf.is_adapter(folder):
+        if not checkpoint and (folder / PEFT_CONFIG).is_file():
             return Location(named, str(folder), str(folder))
         if not checkpoint:
             raise _nothing_there(folder, named)
@@ -161,7 +168,7 @@ def _nothing_there(folder: pathlib.Path, named: str) -> UserError:
 # ---- opening -------------------------------------------------------------------------------------
 
 
-def load(location: Location, hash_files: bool) -> Source:
+def load(location: Location, hash_files: bool) -> WeightSource:
     """Opens what is at a location, an adapter joined with its base. Each process must call this.
 
     Args:
@@ -169,7 +176,7 @@ def load(location: Location, hash_files: bool) -> Source:
 
     Raises UserError if the base is damaged or has changed, or is a different model.
     """
-    source = processes.run_on_all(location.open)
+    source: Any = processes.run_on_all(location.open)
     if not location.base:
         return source
     try:
@@ -181,15 +188,15 @@ def load(location: Location, hash_files: bool) -> Source:
     recorded = source.metadata["base"]["sha256"]  # PEFT records none
     # The digest of a Hugging Face folder takes reading all of it.
     if recorded and (hash_files or not location.base.hf_name):
-        digest = lora.content_sha256(base)
+        digest = adapters.content_sha256(base)
         if digest != recorded:
             raise UserError(
                 f"{location.named} is an adapter of a model with SHA-256 {recorded[:8]}…, and {path} "
                 f"has {digest[:8]}…, so it has changed or is a different model; {FIX}"
             )
-    if isinstance(source, hf.Adapter):
+    if location.hf_name:  # PEFT's files don't say what their base is
         source = source.on(base.metadata, config_of(base))
-    adapted = lora.Adapted(source, base, lora.portable_path(base, path))
+    adapted = adapters.Adapted(source, base, adapters.portable_path(base, path))
     adapted.check()
     return adapted
 

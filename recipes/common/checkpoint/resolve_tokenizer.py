@@ -2,11 +2,11 @@
 
 from data import DataError, tokenizer
 from data.tokenizer import BYTES, PADDED, Tokenizer
-from recipes.common.checkpoint.store import Source
+from recipes.common.checkpoint.store import WeightSource
 from recipes.common.runtime import UserError
 
 
-def tokenizer_for(name: str, source: Source | None) -> Tokenizer:
+def tokenizer_for(name: str, source: WeightSource | None) -> Tokenizer:
     """The tokenizer of a run.
 
     Args:
@@ -47,7 +47,7 @@ def tokenizer_for(name: str, source: Source | None) -> Tokenizer:
     return check_vocabulary(tokens, source)
 
 
-def check_vocabulary(tokens: Tokenizer, source: Source) -> Tokenizer:
+def check_vocabulary(tokens: Tokenizer, source: WeightSource) -> Tokenizer:
     """Returns `tokens`. Raises UserError if the model's vocabulary is smaller."""
     # A config without vocab_size is reported where the config is read.
     vocab_size = source.metadata["config"].get("vocab_size", tokens.size)

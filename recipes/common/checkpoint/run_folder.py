@@ -12,9 +12,9 @@ import tempfile
 import time
 from typing import Any
 
-from recipes.common.checkpoint import integrity, locate, lora, store
-from recipes.common.checkpoint.store import Source
-from recipes.common.config_flags import changed_setting
+from recipes.common.checkpoint import adapters, integrity, locate, store
+from recipes.common.checkpoint.store import WeightSource
+from recipes.common.flags.config_flags import changed_setting
 from recipes.common.runtime import Run, UserError, processes
 from recipes.common.storage import folders, lock
 
@@ -30,16 +30,16 @@ class RunFolder:
     path: pathlib.Path
     flags: dict[str, Any]  # this command's; a resumed run keeps its restore_from
     in_use: bool  # whether the run writes here; --steps=0 --restore_from=… doesn't
-    newest: Source | None  # the run's own newest checkpoint
-    source: Source | None  # --restore_from, if the run has no checkpoint yet
-    base: dict[str, str] | None  # lora.describe_base, if the run trains an adapter
+    newest: WeightSource | None  # the run's own newest checkpoint
+    source: WeightSource | None  # --restore_from, if the run has no checkpoint yet
+    base: dict[str, str] | None  # adapters.describe_base, if the run trains an adapter
     damaged: dict[int, str]  # step → damage of checkpoints newer than `newest`
     changed: dict[str, Any]  # flags that differ from the original run → their values then
     locks: list[lock.Lock]  # on process 0 only; empty until the folder exists
     recipe: str = ""  # that trains; empty: the entry's own
 
     @property
-    def start(self) -> Source | None:
+    def start(self) -> WeightSource | None:
         """The checkpoint that the run starts from, if any."""
         return self.newest or self.source
 
@@ -103,7 +103,7 @@ def open_run(entry: str, run: Run, *groups, recipe: str = "") -> RunFolder:
         _check_entry(entry, newest, "--workdir")
     elif run.restore_from:
         source = locate.find(run.restore_from, "--restore_from", run.verify, base_flag)
-        base = lora.describe_base(source, run.restore_from) if rank else None
+        base = adapters.describe_base(source, run.restore_from) if rank else None
         _check_entry(entry, source, "--restore_from")
     elif rank:
         raise UserError(
@@ -223,7 +223,7 @@ def _appears(name: str) -> bool:
     return True
 
 
-def _check_entry(entry: str, source: Source, flag: str) -> None:
+def _check_entry(entry: str, source: WeightSource, flag: str) -> None:
     if source.metadata["entry"] != entry:
         raise UserError(
             f"{flag}={source.path} has entry {source.metadata['entry']!r}, not {entry!r}; use a "

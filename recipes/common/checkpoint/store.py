@@ -18,7 +18,7 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -27,7 +27,7 @@ from etils import epath
 
 from data.tokenizer import BYTES, Tokenizer, from_files
 from recipes.common import entries
-from recipes.common.checkpoint import card, integrity
+from recipes.common.checkpoint import integrity
 from recipes.common.runtime import UserError, agreement
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.storage import folders
@@ -48,7 +48,7 @@ ANY_MESH = ocp.type_handlers.create_type_handler_registry(
 TOKENIZER = "tokenizer"
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """A source of a model's variables: a checkpoint or a Hugging Face model folder."""
 
     @property
@@ -59,6 +59,9 @@ class Source(Protocol):
 
     @property
     def step(self) -> int: ...
+
+    @property
+    def files(self) -> Sequence[pathlib.Path]: ...  # with the parameters; empty: see hashes.json
 
     def shapes(self) -> Tree:
         """{"params": …}, and "buffers" if there are any: nested dicts of leaves with a shape."""
@@ -78,10 +81,11 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint on disk: a Source."""
+    """One checkpoint on disk: a WeightSource."""
 
     path: pathlib.Path  # the folder with the items
     metadata: dict[str, Any]
+    files = ()
 
     @property
     def step(self) -> int:
@@ -132,7 +136,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     return Checkpoint(folders.absolute(folder), json.loads(text))
 
 
-def config_of(source: Source) -> Any:
+def config_of(source: WeightSource) -> Any:
     """The Config of a checkpoint's model. Raises UserError if this zoo lacks the entry."""
     entry = source.metadata["entry"]
     if entry not in entries.ENTRIES:
@@ -143,7 +147,7 @@ def config_of(source: Source) -> Any:
     return config_from(entries.zoo_file(entry).Config, source)
 
 
-def config_from(config_class, source: Source):
+def config_from(config_class, source: WeightSource):
     """An instance of `config_class` from a checkpoint's metadata.
 
     Raises UserError for fields that this version lacks, or invalid values.
@@ -222,8 +226,8 @@ def write(
         hashes = integrity.hashes_of(beside, folders.at(beside).sizes())
         if readme:
             text = readme(hashes)
-            (beside / card.FILE).write_text(text)
-            hashes |= integrity.hashes_of(beside, {card.FILE: len(text.encode())})
+            (beside / integrity.CARD).write_text(text)
+            hashes |= integrity.hashes_of(beside, {integrity.CARD: len(text.encode())})
         integrity.write_hashes(beside, hashes)
         folders.at(beside).sync()
         folders.at(beside).move_to(folder)

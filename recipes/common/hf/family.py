@@ -23,7 +23,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"  # kinds of layers
 ORIGINAL = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
 FURTHER = "num_nextn_predict_layers"
-# Their names for the numbers of a rope scaling, in the order of attention.Kind.
+# Their names for the numbers of a rope scaling, in the order of their fields.
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
 YARN = ("factor", "beta_fast", "beta_slow", ORIGINAL, "truncate", "attention_factor")
 

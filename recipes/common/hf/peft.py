@@ -70,6 +70,7 @@ class Adapter:
     family: Family | None = None  # of the base; None: the base is still unknown
     config: Any = None  # of the base with this adapter; None: the base is still unknown
     step = 0
+    files = ()
 
     def on(self, base: dict[str, Any], config: Any) -> "Adapter":
         """Returns the adapter checked against its base. Raises UserError if it does not fit.

@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     size: int
     blocks: int = 1
 
-    def numbers(self, count: int) -> np.ndarray:
+    def row_indices(self, count: int) -> np.ndarray:
         """The rows of a parameter that has `count` of them."""
         blocks = np.arange(self.blocks)[:, None] * self.size
         return (self.first + blocks + np.arange(count // self.blocks)).reshape(-1)
@@ -106,7 +106,7 @@ class Tensor(NamedTuple):
         ours = [dim for dim in self.ours if dim in dims]
         array = array.transpose([ours.index(d) for d in dims if d != "#"])
         if self.rows:
-            rows = self.rows.numbers(self._count)
+            rows = self.rows.row_indices(self._count)
             target[rows] = array.reshape(len(rows), *target.shape[1:])
             return
         target = target.reshape([self._sizes[dim] for dim in dims])  # a view
@@ -134,7 +134,7 @@ class Tensor(NamedTuple):
             shape += [sizes[dim] for dim in inner]
             cut += [slice(None), *(part[dim] for dim in inner)]
         if self.rows:
-            rows = self.rows.numbers(self._count)[where[0]]
+            rows = self.rows.row_indices(self._count)[where[0]]
             array = read((slice(rows[0], rows[-1] + 1), *where[1:]))[rows - rows[0]]
         else:
             array = read(tuple(where))

@@ -5,22 +5,19 @@ from collections.abc import Callable
 from typing import Any
 
 from data.tokenizer import Tokenizer
-from recipes.common import checkpoint, contexts, entries
-from recipes.common.checkpoint import Source, flags_of, open_run
-from recipes.common.config_flags import check_vocabulary, configure, describe_set
-from recipes.common.language.flags import Text, Training
+from recipes.common import checkpoint, entries
+from recipes.common.checkpoint import WeightSource, flags_of, open_run
+from recipes.common.flags.config_flags import check_vocabulary, configure
+from recipes.common.language import messages
 from recipes.common.language.sample import Sample
-from recipes.common.report import flops, kernel
-from recipes.common.report.plan import plan
-from recipes.common.runtime import Run, UserError, describe, make_mesh, print0
-from recipes.common.sharding import Layout, Tree, make_layout
-from recipes.common.sharding.rules import count_shards
-from recipes.common.train.evaluation import in_words
+from recipes.common.language.text_flags import Text, Training
+from recipes.common.report import contexts, flops
+from recipes.common.runtime import Run, UserError, make_mesh, print0
+from recipes.common.sharding import Tree, make_layout
+from recipes.common.train.checks import check_step
 from recipes.common.train.loop import finish, fit
-from recipes.common.train.offload import check_offload
-from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
-from recipes.common.train.step import TrainStep
-from zoo.parallel.pipeline import microbatches, rounds, ticks
+from recipes.common.train.planned import PlannedStep
+from recipes.common.train.step import make_step
 
 
 def main(
@@ -31,7 +28,7 @@ def main(
     training: Training,
     sample: Sample | None = None,
     extra: Callable[..., Tree] | None = None,
-) -> None:
+) -> PlannedStep | None:
     """Trains a language model, evaluates it and prints a sample of its writing.
 
     Args:
@@ -42,51 +39,29 @@ def main(
     """
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
     mesh = make_mesh(run.mesh)
-    samples = (sample,) if sample else ()
-    folder = open_run(entry, run, text, flags, training, *samples)  # what to resume or start from
+    groups = (run, text, flags, training, *([sample] if sample else []))
+    folder = open_run(entry, *groups)  # what to resume or start from
     tokenizer = checkpoint.tokenizer_for(text.tokenizer, folder.start)
     config = model_config(entry, flags, folder.start, tokenizer, mesh.devices.flat[0])
-    if sample:
-        sample.begin(tokenizer)  # raises if the tokenizer has no chat template
     model = entries.model(entry)  # a class, such as zoo.transformer.Transformer
     layout = make_layout(  # a NamedSharding for every array: logical axes → rules → mesh axes
         model, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
         seq_len=text.seq_len,
     )  # fmt: skip
-    kernel.check(layout)
-    check_heads(layout)
-    check_stages(layout, training.accumulate)
-    check_offload(layout, training.offload)
-    if sample and sample.sample_rules:
-        sample.layout(model, layout, text.seq_len)  # raises if they can't generate
+    check_step(layout, training)
+    if sample:
+        sample.check(model, layout, tokenizer)
     if run.plan:
-        long = contexts.beyond(entry, flags.size, text.seq_len)
-        return print0(
-            *long, *plan(layout, training.accumulate, training.offload, training.optimizer)
-        )
+        print0(*contexts.beyond(entry, flags.size, text.seq_len))
+        return PlannedStep(layout, training)
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer, run.seed)
-    print0(*corpus.notes, *kernel.report(layout, text.seq_len, "segment_ids" in corpus.filler))
-    print0(
-        *kernel.experts(layout),
-        *kernel.matmul(layout),
-        *stages(layout, training.accumulate),
-        *describe_set(flags),
-    )
+    print0(*messages.before_training(layout, corpus, training, flags))
 
     # ---- Step: (state, batch) → (state, metrics), a pure function --------------------------------
-    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
-    optimizer = make_optimizer(
-        training.optimizer, lr, training.weight_decay, training.clip_norm,
-        matrices=hidden_matrices(layout), decays=decaying(layout),
-    )  # fmt: skip
-    step = TrainStep(
-        layout, optimizer, lr,
-        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
-        offload=training.offload,
-    )  # fmt: skip
+    step = make_step(layout, run, training)
 
     # ---- State and training: compiled once for the layout, each shard made on its own device -----
     sequence = flops.decoder(layout.shape, text.seq_len)["causal"]
@@ -96,25 +71,16 @@ def main(
     )
 
     # ---- What it has learned ---------------------------------------------------------------------
-    print0(f"Held-out {in_words(metrics, corpus.held_out_bytes)}.")
-    if "dropped" in metrics:
-        print0(use_of_experts(metrics))
-    if sample and sample.sample_bytes and layout.stages > 1 and not sample.sample_rules:
-        print0(
-            f"No sample: {layout.stages} stages of layers can't generate; --sample_rules=fsdp, for example, can."
-        )
-    elif sample and sample.sample_bytes:
-        written = sample.write(model, layout, state, tokenizer, context=text.seq_len, seed=run.seed)
-        print0(*written.lines)
-        if folder.in_use and folder.last_good():
-            sample.save(folder.path / "sample.json", state, written)
+    print0(*messages.results(metrics, corpus))
+    if sample:
+        sample.show(model, layout, state, tokenizer, folder, seed=run.seed)
     finish(folder, layout, log)
 
 
 def model_config(
     entry: str,
     flags: Any,
-    start: Source | None,
+    start: WeightSource | None,
     tokenizer: Tokenizer,
     device: Any,
     change: Callable[[Any], Any] | None = None,
@@ -146,17 +112,6 @@ def model_config(
     return config
 
 
-def check_heads(layout: Layout) -> None:
-    """Raises UserError if --context=all-to-all has more shards than heads."""
-    heads, sizes = layout.config.num_heads, layout.mesh.shape
-    parts = count_shards(layout.rules, "heads", sizes) * layout.seq_shards
-    if layout.config.context == "all-to-all" and heads % parts:
-        raise UserError(
-            f"--context=all-to-all shares out {heads} heads over {parts} devices (rules "
-            f"{layout.strategy!r} on --mesh={describe(sizes)}); use --context=ring"
-        )
-
-
 def for_another_loss(config: Any) -> Any:
     """The config of a model whose outputs a recipe compares before it has a loss.
 
@@ -165,80 +120,6 @@ def for_another_loss(config: Any) -> Any:
     changes = {"pipeline": "gpipe", "pipe_rounds": type(config).pipe_rounds}
     changes |= {"mtp_depth": 0} if "mtp_depth" in vars(config) else {}
     return dataclasses.replace(config, **changes)
-
-
-def check_stages(layout: Layout, accumulate: int) -> None:
-    """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
-    config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)
-    wanted, period = config.pipe_microbatches, layout.shape.period
-    v, own_layers = rounds(config), layout.shape.stacked_layers // parts
-    if config.pipe_rounds not in (v, type(config).pipe_rounds):
-        raise UserError(
-            f"--pipe_rounds={config.pipe_rounds} is for --pipeline=interleaved, and not for "
-            f"{config.pipeline}; leave it out, or use --pipeline=interleaved"
-        )
-    if parts == 1:
-        if wanted:
-            raise UserError(
-                f"--pipe_microbatches={wanted} is for a pipeline, and rules {layout.strategy!r} on "
-                f"--mesh={mesh} have none; use --pipe_microbatches=0, or a mesh with `pipe`"
-            )
-        return
-    if layout.shape.mtp_layers:
-        raise UserError(
-            f"--mesh={mesh} has {parts} stages of layers, and mtp_depth=1 has a layer after the last "
-            "stage; use --mtp_depth=0, or a mesh without `pipe`"
-        )
-    each = config.num_layers // parts
-    if each % period:
-        fits = [n for n in range(1, parts) if config.num_layers % (n * period) == 0] or [1]
-        raise UserError(
-            f"--mesh={mesh} gives each of {parts} stages {each} layers, and a stage boundary would "
-            f"cut their period of {period}; use pipe={fits[-1]}"
-        )
-    periods = own_layers // period
-    if periods % v:
-        fits = max(n for n in range(1, v) if periods % n == 0)
-        use = f"--pipe_rounds={fits}" if fits > 1 else "--pipeline=1f1b"
-        raise UserError(
-            f"--pipe_rounds={v} does not divide the {own_layers} layers of each of {parts} "
-            f"stages{f' into periods of {period}' if period > 1 else ''}; use {use}"
-        )
-    rows = rows_of_a_device(layout, accumulate)
-    if wanted and rows % wanted:
-        raise UserError(
-            f"--pipe_microbatches={wanted} does not divide the {rows} rows of a device; use a divisor"
-        )
-
-
-def rows_of_a_device(layout: Layout, accumulate: int) -> int:
-    return layout.batch_size // accumulate // layout.batch_shards
-
-
-def stages(layout: Layout, accumulate: int) -> list[str]:
-    """A line of the report about the pipeline, if there is one."""
-    if (S := layout.stages) == 1:
-        return []
-    M = microbatches(layout.config, rows_of_a_device(layout, accumulate), S)
-    v = rounds(layout.config)
-    schedule = layout.config.pipeline + (f" in {v} rounds" if v > 1 else "")
-    bubble = 1 - v * M / ticks(M, S, v)
-    return [f"pipeline: {schedule}, {S} stages, {M} microbatches, bubble {bubble:.1%}"]
-
-
-def use_of_experts(metrics: Tree) -> str:
-    """A line on how evenly the experts are used, and on choices that were dropped.
-
-    Args:
-      metrics: held-out, name → (sum, count).
-    """
-    means = {name: float(total / count) for name, (total, count) in metrics.items()}
-    loads = [value for name, value in means.items() if name.startswith("load_")]
-    each = f" ({', '.join(f'{load:.2f}' for load in loads)})" if len(loads) <= 16 else ""
-    return (
-        f"Use of the {len(loads)} experts, in even shares: {min(loads):.2f} to {max(loads):.2f}{each}; "
-        f"no room for {means['dropped']:.2%} of what was chosen."
-    )
 
 
 Groups = tuple[Any, ...]  # a recipe's flags: Run, Text, of the model, Training, Sample

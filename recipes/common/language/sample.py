@@ -8,8 +8,9 @@ import numpy as np
 from flax import nnx
 
 from data.tokenizer import Tokenizer
-from recipes.common.generation import Generator, Sampling, cap_windows
-from recipes.common.runtime import UserError, flag, quote, warn
+from recipes.common.checkpoint import RunFolder
+from recipes.common.generation.generator import Generator, Sampling, cap_windows
+from recipes.common.runtime import UserError, flag, print0, quote, warn
 from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.move import move
@@ -45,6 +46,12 @@ class Sample:
             return tokenizer.ask([{"role": "user", "content": self.prompt}])
         return tokenizer.prompt(self.prompt)
 
+    def check(self, model: type[nnx.Module], layout: Layout, tokenizer: Tokenizer) -> None:
+        """Raises UserError if --chat needs a template or --sample_rules can't generate."""
+        self.begin(tokenizer)
+        if self.sample_rules:
+            self.layout(model, layout, layout.seq_len)
+
     def layout(self, model: type[nnx.Module], training: Layout, context: int) -> Layout:
         """The layout to write with, see `write`. Raises UserError if --sample_rules can't."""
         config = cap_windows(training.config, context)
@@ -58,6 +65,29 @@ class Sample:
                 "generate; use --sample_rules=fsdp, for example"
             )
         return layout
+
+    def show(
+        self,
+        model: type[nnx.Module],
+        layout: Layout,
+        state: Tree,
+        tokenizer: Tokenizer,
+        folder: RunFolder,
+        *,
+        seed: int,
+    ) -> None:
+        """Prints a sample, and saves it in the run's folder, if --sample_bytes asks for one."""
+        if not self.sample_bytes:
+            return
+        if layout.stages > 1 and not self.sample_rules:
+            print0(
+                f"No sample: {layout.stages} stages of layers can't generate; --sample_rules=fsdp, for example, can."
+            )
+            return
+        written = self.write(model, layout, state, tokenizer, context=layout.seq_len, seed=seed)
+        print0(*written.lines)
+        if folder.in_use and folder.last_good():
+            self.save(folder.path / "sample.json", state, written)
 
     def write(
         self,

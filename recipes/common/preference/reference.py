@@ -4,12 +4,12 @@ import dataclasses
 
 from recipes.common import checkpoint
 from recipes.common.checkpoint import RunFolder
-from recipes.common.language import check_stages
-from recipes.common.preference.flags import ON_HOST, STORED, Reference
 from recipes.common.preference.losses import WITH_REFERENCE, Loss
+from recipes.common.preference.preference_flags import ON_HOST, STORED, Reference
 from recipes.common.runtime import Run, UserError
 from recipes.common.sharding import Layout, make_layout
 from recipes.common.sharding.rules import check_batch
+from recipes.common.train.checks import check_stages
 from recipes.common.train.frozen import Frozen
 from recipes.common.train.offload import check_host_memory
 

@@ -23,6 +23,7 @@ import data
 from data import buckets
 from recipes.common.runtime import accelerators, agreement, flags, output, preemption, processes
 from recipes.common.runtime.errors import Stopped, UserError, needs_instruments
+from recipes.common.runtime.terminal import print0
 from recipes.common.storage import folders, lock
 
 
@@ -30,6 +31,7 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
     """Parses sys.argv into new instances of `groups`, and calls main with them. Exits the process.
 
     Args:
+      main: what it returns, if anything, is for the planner: see `show_plan`.
       defaults: function of the parsed groups → groups with the defaults that suit them, for a
         second parse.
 
@@ -51,7 +53,9 @@ def start(main, *groups, defaults: Callable | None = None) -> None:
                     accelerators.choose(run.platform)
                     processes.initialize(run.num_processes, run.process_id, run.coordinator)
                     agreement.check(run, *parsed)
-            main(*parsed)
+            planned = main(*parsed)
+            if planned is not None:
+                show_plan(planned)
     except UserError as mistake:
         print(f"error: {mistake}", file=sys.stderr, flush=True)
         lock.release_all()
@@ -119,6 +123,17 @@ def instrument(module: str, function: str = "main") -> tuple[Any, ...]:
         return (absent,)
     main = getattr(instruments, function)
     return main, inspect.signature(main).parameters["flags"].annotation()
+
+
+def show_plan(planned: Any) -> None:
+    """Prints the planner's answer to --plan. Raises UserError if recipes/instruments was removed.
+
+    Args:
+      planned: a train.planned.PlannedStep.
+    """
+    with needs_instruments("--plan"):
+        planner = importlib.import_module("recipes.instruments.plan.answer")
+    print0(*planner.describe_step(planned))
 
 
 def _settle_libraries() -> None:

@@ -28,8 +28,7 @@ def _pipelined(kind: str) -> dict[str, bool | str]:
 
 # Gradients are reduce-scattered: by default, TPUs but tpu7x sum them whole and slice. Where a chip has
 # SparseCores, processors beside its matrix units, they gather, scatter and sum while the core goes
-# on: on v5p and v6e, on tpu7x by default. 8b with 4 layers on 16 v5p then sends 8.9 GB instead of
-# 12.5, and waits for 21 million cycles of a step instead of 73. See results/cycles.md.
+# on: on v5p and v6e, on tpu7x by default. See results/cycles.md.
 SPARSE_CORES = {
     f"xla_tpu_enable_sparse_core_{option}": "true"
     for option in (

@@ -2,7 +2,7 @@
 
 Reports and plans compute with it alone, so they work for any model that names the dims of its
 variables as strategies.DECODER does, a user's too. "Numbers" are elements of arrays, of any dtype.
-A config says what no variable shows, such as windows, if it has the fields of zoo.core.config.Compute.
+A config says what no variable shows, such as windows, if it has the fields of ComputeOptions.
 """
 
 import dataclasses
@@ -200,7 +200,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
     """The shape of a model.
 
     Args:
-      config: the model's; fields with the names and meanings of zoo.core.config.Compute count, and those
+      config: the model's; fields with the names and meanings of ComputeOptions count, and those
         of experts. Without such fields, all of a row is attended to and nothing is recomputed.
     """
     weights = _weights(model)

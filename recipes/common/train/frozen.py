@@ -7,12 +7,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from recipes.common import checkpoint
-from recipes.common.checkpoint import Source
-from recipes.common.checkpoint.lora import content_sha256
-from recipes.common.report.plan import Second
+from recipes.common.checkpoint import WeightSource
+from recipes.common.checkpoint.adapters import content_sha256
 from recipes.common.report.report import bytes_per_device, size
 from recipes.common.sharding import Layout, Tree, shardings
 from recipes.common.sharding.host_memory import on_host
+from recipes.common.train.planned import FrozenModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Frozen:
     """A second model on the mesh of the first, under rules of its own."""
 
     layout: Layout
-    source: Source  # what it is
+    source: WeightSource  # what it is
     dtype: str  # of matmul weights; "": as they are stored
     shares_weights: bool = False  # it is the first model without its adapter
     on_host: bool = False  # it is in the host's memory; a step copies it to the devices
@@ -56,9 +56,9 @@ class Frozen:
         return 0 if self.shares_weights else bytes_per_device(self.abstract())
 
     @property
-    def in_plan(self) -> Second:
+    def in_plan(self) -> FrozenModel:
         """What the planner needs to know."""
-        return Second(self.layout, self.bytes_per_device, self.on_host)
+        return FrozenModel(self.layout, self.bytes_per_device, self.on_host)
 
     def __str__(self) -> str:
         held = size(self.bytes_per_device)

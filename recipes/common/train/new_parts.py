@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from data.tokenizer import Tokenizer
-from recipes.common.checkpoint import Source
+from recipes.common.checkpoint import WeightSource
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.abstract import nested, unadapted
 from recipes.common.train.state import new_values
@@ -13,13 +13,14 @@ from recipes.common.train.state import new_values
 
 @dataclasses.dataclass(frozen=True)
 class NewParts:
-    """A Source of the parameters that a checkpoint and a model share.
+    """A WeightSource of the parameters that a checkpoint and a model share.
 
     Others of the checkpoint are left out; others of the model have a new model's values.
     """
 
-    source: Source
+    source: WeightSource
     layout: Layout  # the model's
+    files = ()
 
     @property
     def path(self) -> pathlib.Path:

@@ -4,7 +4,7 @@ import dataclasses
 
 import optax
 
-from recipes.common.checkpoint import RunFolder, Source
+from recipes.common.checkpoint import RunFolder, WeightSource
 from recipes.common.runtime import Run
 from recipes.common.sharding import Layout, Tree, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted
@@ -61,7 +61,7 @@ def first_state(folder: RunFolder, step: TrainStep, seed: int, abstract: Tree) -
     return make(variables)
 
 
-def read_variables(source: Source, layout: Layout) -> Tree:
+def read_variables(source: WeightSource, layout: Layout) -> Tree:
     """The model's variables from a source; new adapters where the source has none."""
     wanted = layout.variables()
     if "base" not in wanted or "base" in source.metadata:

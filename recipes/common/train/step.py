@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from recipes.common.runtime import Run
 from recipes.common.sharding import Layout, Tree, shardings
 from recipes.common.sharding.abstract import Phases
 from recipes.common.train.offload import Gradients, apply_offloaded
-from recipes.common.train.optimizer import LearningRate
+from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.state import abstract_state
+from recipes.common.train.training_flags import Optimization
 from recipes.common.train.update import all_finite, apply_gradients, choose
 from zoo.core.sharding import WeightAndSlot
 
@@ -57,6 +59,20 @@ class TrainStep:
         # The step reuses the memory of the donated state, and returns it sharded as it came.
         pinned = (shardings(abstract), None)
         return self.layout.lower(self, abstract, batch, donate_argnums=0, out_shardings=pinned)
+
+
+def make_step(layout: Layout, run: Run, training: Optimization) -> TrainStep:
+    """The train step that the flags of a run describe."""
+    lr = LearningRate(run.learning_rate, training.warmup_steps, run.steps, run.schedule)
+    optimizer = make_optimizer(
+        training.optimizer, lr, training.weight_decay, training.clip_norm,
+        matrices=hidden_matrices(layout), decays=decaying(layout),
+    )  # fmt: skip
+    return TrainStep(
+        layout, optimizer, lr,
+        microbatches=training.accumulate, skip_nonfinite=run.skip_nonfinite > 0,
+        offload=training.offload,
+    )  # fmt: skip
 
 
 def gradients(
@@ -104,7 +120,9 @@ def gradient_sums(
     buffers = {k: state[k] for k in state.keys() & {"buffers"}}
     if microbatches > 1 and model.phases:
         merge_trained = functools.partial(merge, buffers=buffers)
-        count, aux, grads = _of_all_pairs(model.phases, merge_trained, trained, batch, microbatches)
+        count, aux, grads = _all_pairs_gradients(
+            model.phases, merge_trained, trained, batch, microbatches
+        )
     elif microbatches == 1:
         (_, (count, aux, buffers)), grads = value_and_grad(trained, buffers, batch)
     else:
@@ -125,7 +143,7 @@ def gradient_sums(
     return grads, count, buffers, means
 
 
-def _of_all_pairs(phases: Phases, merge, trained: Tree, batch: Tree, microbatches: int):
+def _all_pairs_gradients(phases: Phases, merge, trained: Tree, batch: Tree, microbatches: int):
     """(count, aux, gradients) of a loss over all pairs of a batch, embedded in microbatches.
 
     Two passes (Gao et al. 2021, GradCache): the first embeds all microbatches and keeps their

@@ -218,7 +218,7 @@ class Table:
         self._head = []
 
 
-def numbers(flag: str, text: str, least: int = 1) -> list[int]:
+def read_integers(flag: str, text: str, least: int = 1) -> list[int]:
     """Parses a flag of comma-separated integers ≥ `least`. Raises UserError."""
     words = split(text)
     if not all(word.isdecimal() and int(word) >= least for word in words):

@@ -8,7 +8,7 @@ import time
 import jax
 
 from recipes.common import entries
-from recipes.common.config_flags import field_flag
+from recipes.common.flags.config_flags import field_flag
 from recipes.common.report import report
 from recipes.common.report.hlo import host_copies, sent_by_kind
 from recipes.common.runtime.flags import flag
@@ -17,7 +17,7 @@ from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.shape import trace_shape
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import OPTIMIZERS
-from recipes.instruments.bench.common import Table, machine, make_step, numbers, one_of
+from recipes.instruments.bench.common import Table, machine, make_step, one_of, read_integers
 from recipes.instruments.bench.targets import (
     KINDS,
     KINDS_HELP,
@@ -26,7 +26,7 @@ from recipes.instruments.bench.targets import (
     check_targets,
     mesh_name,
 )
-from recipes.instruments.plan.targets import TooLarge, compile_step, topology
+from recipes.instruments.plan.compilers import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import textbook
 from zoo.options.compute_options import ComputeOptions
 from zoo.sizes import TRANSFORMER as SIZES
@@ -50,7 +50,7 @@ class CollectivesFlags(MeshFlags, Offload):
 
 
 def collectives(flags: CollectivesFlags) -> None:
-    zoo, chips = entries.zoo_file(flags.entry), numbers("chips", flags.chips)
+    zoo, chips = entries.zoo_file(flags.entry), read_integers("chips", flags.chips)
     sizes = one_of("sizes", flags.sizes, entries.sizes(flags.entry))
     strategies = one_of("rules", flags.rules or ",".join(zoo.RULES), zoo.RULES)
     cases = [
@@ -119,7 +119,7 @@ class DepthFlags:
 
 def depth(flags: DepthFlags) -> None:
     mesh = make_mesh(flags.mesh)
-    depths = numbers("depths", flags.depths)
+    depths = read_integers("depths", flags.depths)
     seconds = {n: [] for n in depths}
     jax.config.update("jax_compilation_cache_dir", None)  # compile everything again
     for _ in range(flags.rounds):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from recipes.common import entries
-from recipes.common.config_flags import Settings, read_set, replace
+from recipes.common.flags.config_flags import Settings, read_set, replace
 from recipes.common.report import kernel as kernel_report
 from recipes.common.report import report
 from recipes.common.runtime import mesh as meshes
@@ -26,13 +26,13 @@ from recipes.common.sharding.shape import trace_shape
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import OPTIMIZERS
 from recipes.instruments.bench import documents
-from recipes.instruments.bench.common import Table, machine, make_step, numbers
+from recipes.instruments.bench.common import Table, machine, make_step, read_integers
 from recipes.instruments.bench.targets import mesh_name
-from recipes.instruments.plan import cycles as plan_cycles
-from recipes.instruments.plan.cycles import Cycles, Reading, read_hlo, write_program
+from recipes.instruments.plan import step_cycles as plan_cycles
+from recipes.instruments.plan.compilers import TooLarge, compile_step, missing_compiler, topology
 from recipes.instruments.plan.estimate import Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import Devices, parse_devices
-from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
+from recipes.instruments.plan.step_cycles import Cycles, Reading, read_hlo, write_program
 from recipes.instruments.plan.textbook import device_tokens, devices_of_a_row
 from zoo.experts.expert_strategies import EXPERT
 
@@ -227,12 +227,12 @@ def _print_documents(program: Program, flags: CyclesFlags, devices: Devices) -> 
         return
     rows = {
         "one a row": np.ones((max(grid.rows for _, grid in grids), flags.seq_len), np.int32),
-        f"{flags.dataset}, {flags.tokenizer}": documents.of_dataset(
+        f"{flags.dataset}, {flags.tokenizer}": documents.dataset_lengths(
             flags.dataset, flags.tokenizer, flags.seq_len
         ),
     }
-    for mean in numbers("mean_lengths", flags.mean_lengths):
-        rows[f"of {mean:,} tokens"] = documents.of_random_lengths(mean, flags.seq_len)
+    for mean in read_integers("mean_lengths", flags.mean_lengths):
+        rows[f"of {mean:,} tokens"] = documents.random_lengths(mean, flags.seq_len)
     print0("")
     table = Table("documents", "in a row", "blocks", "kernels, M cycles", "total")
     executions = sum(times for times, _ in grids)

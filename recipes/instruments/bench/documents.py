@@ -9,14 +9,14 @@ ROWS = 64  # most rows that stand for all
 SPREAD = 1.0  # standard deviation of the logarithm of random lengths; the web's is near it
 
 
-def of_dataset(name: str, tokenizer_name: str, seq_len: int) -> np.ndarray:
+def dataset_lengths(name: str, tokenizer_name: str, seq_len: int) -> np.ndarray:
     """Segment ids [rows, seq_len] of a dataset, in the order of a run. Raises DataError."""
     rows = text.load(name, seq_len=seq_len, tokenizer=tokenizer.find(tokenizer_name), pack="true")
     numbers = np.random.default_rng(0).permutation(len(rows.train))[:ROWS]
     return np.stack([rows.train[int(number)]["segment_ids"] for number in numbers])
 
 
-def of_random_lengths(mean: int, seq_len: int) -> np.ndarray:
+def random_lengths(mean: int, seq_len: int) -> np.ndarray:
     """Segment ids [rows, seq_len] of documents of lognormal lengths, packed as data/packing.py does."""
     random = np.random.default_rng(0)
     count = max(1_000, 4 * ROWS * seq_len // mean)

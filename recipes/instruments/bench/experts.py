@@ -10,9 +10,9 @@ from recipes.common.runtime import describe
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
-from recipes.instruments.bench.common import Step, Table, machine, make_step, numbers, one_of
+from recipes.instruments.bench.common import Step, Table, machine, make_step, one_of, read_integers
 from recipes.instruments.bench.targets import TPUS, check_targets
-from recipes.instruments.plan.targets import TooLarge, compile_step, topology
+from recipes.instruments.plan.compilers import TooLarge, compile_step, topology
 from recipes.instruments.plan.textbook import device_tokens, transfers
 from zoo.experts.mixture import EXPERT_REMAT
 from zoo.moe import Config, MoE
@@ -30,7 +30,7 @@ class ExpertsFlags:
 
 
 def experts(flags: ExpertsFlags) -> None:
-    sizes, chips = one_of("sizes", flags.sizes, SIZES), numbers("chips", flags.chips)
+    sizes, chips = one_of("sizes", flags.sizes, SIZES), read_integers("chips", flags.chips)
     remats = one_of("remats", flags.remats, EXPERT_REMAT)
     for count in chips:
         if count % flags.expert:

@@ -19,7 +19,14 @@ from recipes.common.runtime.errors import Stopped, UserError
 from recipes.common.runtime.flags import flag, split
 from recipes.common.runtime.terminal import print0
 from recipes.instruments.bench import gpu_trace, kernels, pytorch
-from recipes.instruments.bench.common import CONVENTION, Table, machine, numbers, one_of, version
+from recipes.instruments.bench.common import (
+    CONVENTION,
+    Table,
+    machine,
+    one_of,
+    read_integers,
+    version,
+)
 from recipes.instruments.bench.row import (
     MEASUREMENTS,
     OUT_OF_MEMORY,
@@ -206,7 +213,7 @@ class Sweep:
         self.tried: dict[str, list] = {
             "attention": [] if flags.toy else self.kernels,
             "xla": one_of("xla", flags.xla, XLA_FLAGS),
-            "batch": numbers("batches", flags.batches),
+            "batch": read_integers("batches", flags.batches),
             "remat": one_of("remats", flags.remats, REMAT_POLICIES),
             "matmul": one_of("matmuls", flags.matmuls, ["int8", "fp8"]) if flags.matmuls else [],
             "offload": ["optimizer"] if flags.offload else [],

@@ -8,14 +8,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-from recipes.common.config_flags import field_flag
+from recipes.common.flags.config_flags import field_flag
 from recipes.common.report import report
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.rules import count_shards, used_axes
 from recipes.common.train.offload import Offload
 from recipes.common.train.optimizer import OPTIMIZERS
-from recipes.instruments.bench.common import Step, Table, machine, make_step, numbers, one_of
+from recipes.instruments.bench.common import Step, Table, machine, make_step, one_of, read_integers
 from recipes.instruments.bench.targets import (
     GPUS,
     KINDS,
@@ -26,9 +26,9 @@ from recipes.instruments.bench.targets import (
     check_targets,
     mesh_name,
 )
+from recipes.instruments.plan.compilers import DOES_NOT_FIT, TooLarge, compile_step, topology
 from recipes.instruments.plan.hardware import HARDWARE
-from recipes.instruments.plan.memory import kernel, memory_parts, on_host
-from recipes.instruments.plan.targets import DOES_NOT_FIT, TooLarge, compile_step, topology
+from recipes.instruments.plan.step_memory import kernel, memory_parts, on_host
 from zoo.core.stack import REMAT_POLICIES
 from zoo.llama_relatives import RULES
 from zoo.options.compute_options import ComputeOptions
@@ -60,7 +60,10 @@ class MemoryFlags(MeshFlags, Offload):
 
 def memory(flags: MemoryFlags) -> None:
     sizes, kinds = one_of("sizes", flags.sizes, SIZES), one_of("kinds", flags.kinds, KINDS)
-    counts, remats = numbers("chips", flags.chips), one_of("remats", flags.remats, REMAT_POLICIES)
+    counts, remats = (
+        read_integers("chips", flags.chips),
+        one_of("remats", flags.remats, REMAT_POLICIES),
+    )
     meshes = [mesh_name(flags.axes(size, n, flags.rules)) for size in sizes for n in counts]
     check_targets(kinds, counts)
     cases = itertools.product(sizes, kinds, counts)

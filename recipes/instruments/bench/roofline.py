@@ -11,17 +11,17 @@ from typing import Any
 import jax
 
 from recipes.common import entries
-from recipes.common.config_flags import Settings, default_unroll, read_set, replace
+from recipes.common.flags.config_flags import Settings, default_unroll, read_set, replace
 from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import choose, flag
 from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench.common import ONE_DEVICE, Table, machine, make_step
-from recipes.instruments.plan.cycles import write_program
+from recipes.instruments.plan.compilers import TooLarge, compile_step, missing_compiler, topology
 from recipes.instruments.plan.gpu_program import read_hlo
 from recipes.instruments.plan.hardware import HARDWARE
-from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
+from recipes.instruments.plan.step_cycles import write_program
 
 
 @dataclasses.dataclass(frozen=True)

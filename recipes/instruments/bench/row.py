@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from recipes.common.generation import Generator, Sampling
+from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.report import flops
 from recipes.common.report.kernel import attention_kernel
 from recipes.common.runtime.errors import UserError

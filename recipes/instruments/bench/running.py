@@ -260,7 +260,7 @@ class CheckpointFlags:
 def checkpoints(flags: CheckpointFlags) -> None:
     mesh = make_mesh("1")
     training = Training(make_step(SIZES["small"](), ONE_DEVICE, mesh, 16, 128))
-    big = make_step(_of_bytes(flags.megabytes * 10**6), ONE_DEVICE, mesh, 1, 8)
+    big = make_step(_config_of_bytes(flags.megabytes * 10**6), ONE_DEVICE, mesh, 1, 8)
     state = jax.tree.map(_noise, big.new_state())
     folder = pathlib.Path(tempfile.mkdtemp(dir=flags.folder or None))
     lost, blocked, saved, read, unpacked, restored = [], [], [], [], [], []
@@ -326,7 +326,7 @@ def _noise(x: jax.Array) -> jax.Array:
     return jax.device_put(values, x.sharding)
 
 
-def _of_bytes(size: int) -> Config:
+def _config_of_bytes(size: int) -> Config:
     """A Transformer whose training state has about this many bytes."""
     layers = max(1, round(size / 12 / 3_408_896))  # 3 × 4 bytes per parameter
     return dataclasses.replace(

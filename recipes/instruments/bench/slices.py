@@ -12,10 +12,10 @@ from recipes.common.report.hlo import crossing
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
 from recipes.common.runtime.terminal import print0
-from recipes.instruments.bench.common import Step, Table, machine, make_step, numbers, one_of
+from recipes.instruments.bench.common import Step, Table, machine, make_step, one_of, read_integers
 from recipes.instruments.bench.targets import TPUS, MeshFlags, check_targets, mesh_name
-from recipes.instruments.plan.targets import TooLarge, compile_step, topology
-from recipes.instruments.plan.textbook import of_stages
+from recipes.instruments.plan.compilers import TooLarge, compile_step, topology
+from recipes.instruments.plan.textbook import stage_transfers
 from zoo.llama_relatives import RULES
 from zoo.sizes import TRANSFORMER as SIZES
 
@@ -32,7 +32,7 @@ class SlicesFlags(MeshFlags):
 
 
 def slices(flags: SlicesFlags) -> None:
-    sizes, counts = one_of("sizes", flags.sizes, SIZES), numbers("slices", flags.slices, 2)
+    sizes, counts = one_of("sizes", flags.sizes, SIZES), read_integers("slices", flags.slices, 2)
     strategies = one_of("rules", flags.rules, RULES)
     if flags.tokens % flags.seq_len:
         raise UserError(
@@ -89,4 +89,4 @@ def textbook(step: Step, chips: int) -> float:
     if step.layout.stages == 1:
         return sum(leaf.size for leaf in jax.tree.leaves(shapes)) * width / chips
     shared = sum(leaf.size for leaf in jax.tree.leaves({**shapes, "layers": {}}))
-    return sum(x.bytes for x in of_stages(step.layout)) + 4 * shared / chips
+    return sum(x.bytes for x in stage_transfers(step.layout)) + 4 * shared / chips

@@ -24,8 +24,8 @@ from recipes.instruments.bench.common import (
     interleaved,
     machine,
     make_step,
-    numbers,
     one_of,
+    read_integers,
 )  # fmt: skip
 from zoo.core.attention import attend, make_inputs
 from zoo.core.stack import REMAT_POLICIES
@@ -54,7 +54,7 @@ class CpuFlags:
 def cpu(flags: CpuFlags) -> None:
     remats, unrolls = (
         one_of("remats", flags.remats, REMAT_POLICIES),
-        numbers("unrolls", flags.unrolls),
+        read_integers("unrolls", flags.unrolls),
     )
     mesh, config = make_mesh("1"), Config.tiny() if flags.toy else gpt2_10m()
     B, T = flags.batch_size, flags.seq_len

@@ -11,8 +11,8 @@ from recipes.common.runtime.mesh import describe
 from recipes.common.sharding.rules import used_axes
 from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.bench.common import version
+from recipes.instruments.plan.compilers import missing_compiler
 from recipes.instruments.plan.hardware import NODE, USABLE
-from recipes.instruments.plan.targets import missing_compiler
 
 TPUS = {kind: (16, 256) for kind in ("v4", "v5e", "v5p", "v6e")}  # kind → numbers of chips
 GPUS = ("h100", "h200")

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from recipes.common import entries
 from recipes.common.sharding.abstract import AbstractModel
 from recipes.common.sharding.shape import Shape
-from recipes.instruments.plan import memory, textbook
+from recipes.instruments.plan import step_memory, textbook
 from zoo.core.sharding import AxisNames
 from zoo.options import cache as zoo_cache
 
@@ -51,7 +51,7 @@ def cache(abstract: AbstractModel) -> list[Array]:
     (slots,) = known.keys() - elsewhere - {"batch", *positions, *names.in_use.values()}
     rules = {axis: None for axis, on in known.items() if on in ("weights", "stack")}
     # Explicit axes must agree: an array's heads are queries' or keys', its T positions or slots.
-    rules |= dict.fromkeys(positions) | {textbook.HEADS: memory.KV_HEADS}
+    rules |= dict.fromkeys(positions) | {textbook.HEADS: step_memory.KV_HEADS}
 
     def prefill(variables, tokens, lengths):
         return zoo_cache.prefill(abstract.merge(variables), tokens, lengths, LENGTH)[1]

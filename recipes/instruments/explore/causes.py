@@ -16,7 +16,7 @@ from zoo.core.sharding import AxisNames, optimizer_axis
 ROOT = pathlib.Path(__file__).parents[3]
 
 
-class Source:
+class SourceFile:
     """A zoo file's syntax tree and comments."""
 
     def __init__(self, module: types.ModuleType):
@@ -42,7 +42,7 @@ class Source:
         lines = itertools.takewhile(self.alone.__contains__, itertools.count(line + step, step))
         return [self.comments[each] for each in lines]
 
-    def imported(self) -> Iterator["Source"]:
+    def imported(self) -> Iterator["SourceFile"]:
         """The zoo files that this one needs, and those that they need."""
         for node in self.tree.body:
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -61,8 +61,8 @@ class Source:
 
 
 @functools.cache
-def read(module: types.ModuleType) -> Source:
-    return Source(module)
+def read(module: types.ModuleType) -> SourceFile:
+    return SourceFile(module)
 
 
 def causes(zoo: types.ModuleType, names: AxisNames) -> dict[str, Any]:

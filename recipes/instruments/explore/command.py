@@ -44,7 +44,7 @@ def main(flags: Flags) -> None:
     path = pathlib.Path(flags.html or "runs/explore.html").expanduser()
     if flags.html and not path.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {path.parent}; make it first")
-    shown = of_run(flags) if flags.from_ else of_flags(flags)
+    shown = shown_from_run(flags) if flags.from_ else shown_by_flags(flags)
     write_page(path, shown=shown, source=flags.source)
     print0(f"The explorer: {path}")
     if flags.open and _has_display():
@@ -65,14 +65,14 @@ def write_page(
       source: see Flags.
     """
     jax.config.update("jax_platforms", "cpu")  # models are only traced
-    shown = shown or of_flags(Flags())
+    shown = shown or shown_by_flags(Flags())
     text = explorer.page(names, shown, source or f"{ROOT.as_uri()}/")
     with folders.write_errors(str(path)):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
-def of_flags(flags: Flags) -> explorer.Shown:
+def shown_by_flags(flags: Flags) -> explorer.Shown:
     """Returns the state of the flags. Raises UserError if there is no such layout."""
     zoo = entries.zoo_file(flags.entry)
     sizes = entries.sizes(flags.entry)
@@ -95,7 +95,7 @@ def of_flags(flags: Flags) -> explorer.Shown:
     return explorer.Shown(flags.entry, size, flags.device, count, mesh_text, rules, *batch, table)
 
 
-def of_run(flags: Flags) -> explorer.Shown:
+def shown_from_run(flags: Flags) -> explorer.Shown:
     """The layout of the run in --from. Raises UserError if it can't be shown."""
     path = checkpoint.find(flags.from_, "--from", hash_files=False).path
     if not (path / "metadata").exists():  # a Hugging Face folder

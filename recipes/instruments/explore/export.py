@@ -110,13 +110,13 @@ def tables(name: str, shown: Shown, counts: list[int]) -> dict[str, Any]:
         "uneven": model.axes.uneven,
         "causes": causes(zoo, model.axes),
         "sizes": {
-            size: of_size(model, size, config, shown, rules, meshes)
+            size: export_size(model, size, config, shown, rules, meshes)
             for size, config in configs.items()
         },
     }
 
 
-def of_size(
+def export_size(
     model: type,
     size: str,
     config: Any,

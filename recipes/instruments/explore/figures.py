@@ -12,7 +12,7 @@ from recipes.common.sharding.abstract import AbstractModel
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.rules import Rules
 from recipes.common.sharding.shape import Shape
-from recipes.instruments.plan import memory, search, textbook
+from recipes.instruments.plan import search, step_memory, textbook
 from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.textbook import Transfer
@@ -42,7 +42,7 @@ def figures(
     Args:
       meshes: number of devices → strategy → meshes.
 
-    Layouts are devices → strategy → mesh → figures; see `_of_layout`.
+    Layouts are devices → strategy → mesh → figures; see `_layout_figures`.
     """
     parts = Sublayers(job.abstract)
     transfers: dict[tuple, int] = {}  # (sublayer, purpose, kind, mesh axes) → its number
@@ -54,7 +54,7 @@ def figures(
                     layout = _layout(job, strategy, axes)
                 except UserError:
                     continue
-                facts = _of_layout(job, layout, parts, transfers)
+                facts = _layout_figures(job, layout, parts, transfers)
                 layouts.setdefault(count, {}).setdefault(strategy, {})[describe(axes)] = facts
     return {"sublayers": parts.as_json(), "transfers": [*transfers], "layouts": layouts}
 
@@ -84,7 +84,7 @@ def _with_shape(job: Job, layout: Layout) -> Layout:
     return layout
 
 
-def _of_layout(
+def _layout_figures(
     job: Job, layout: Layout, parts: "Sublayers", transfers: dict[tuple, int]
 ) -> dict[str, Any]:
     """What the page shows of a layout.
@@ -94,16 +94,18 @@ def _of_layout(
     batch, lengths inside rows, or one number if all are equal; null if the mesh can't divide the batch.
     """
     requested = job.strategies[layout.strategy]
-    of_weights = [(parts.of_path(x), t) for x, t in textbook.of_each_weight(layout, job.accumulate)]
-    sizes = memory.weights(layout)
+    weight_transfers = [
+        (parts.of_path(x), t) for x, t in textbook.single_weight_transfers(layout, job.accumulate)
+    ]
+    sizes = step_memory.weights(layout)
     kept, sent = [], []
     for rows in job.rows:
         for length in job.lengths:
             batch = _with_batch(job, layout, rows, length)
-            kept.append(batch and memory.memory_parts(
+            kept.append(batch and step_memory.memory_parts(
                 batch, job.accumulate, offload=job.offload, sizes=sizes
             ))  # fmt: skip
-            sent.append(batch and _sent(batch, of_weights, parts, job.accumulate))
+            sent.append(batch and _sent(batch, weight_transfers, parts, job.accumulate))
     for key in (key for each in sent for key in each or ()):
         transfers.setdefault(key, len(transfers))
     return {
@@ -126,13 +128,20 @@ def _with_batch(job: Job, layout: Layout, rows: int, length: int) -> Layout | No
 
 
 def _sent(
-    layout: Layout, of_weights: list[tuple[str, Transfer]], parts: "Sublayers", accumulate: int
+    layout: Layout,
+    weight_transfers: list[tuple[str, Transfer]],
+    parts: "Sublayers",
+    accumulate: int,
 ) -> dict[tuple, float]:
     """(sublayer, purpose, kind, mesh axes) → bytes; the sublayer is "" outside of all that are shown."""
     sums: dict[tuple, float] = {}
-    of_modules = ((parts.of_module(x), t) for x, t in textbook.of_modules(layout, accumulate))
-    others = (("", transfer) for transfer in textbook.of_rows(layout, accumulate))
-    for name, (purpose, kind, axes, count) in itertools.chain(of_weights, of_modules, others):
+    module_transfers = (
+        (parts.of_module(x), t) for x, t in textbook.module_transfers(layout, accumulate)
+    )
+    others = (("", transfer) for transfer in textbook.row_transfers(layout, accumulate))
+    for name, (purpose, kind, axes, count) in itertools.chain(
+        weight_transfers, module_transfers, others
+    ):
         if count:
             key = name, purpose, kind, tuple(a for a in layout.mesh.axis_names if a in axes)
             sums[key] = sums.get(key, 0) + count

@@ -12,7 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from data.tokenizer import Tokenizer
-from recipes.common.generation import Generator, Sampling
+from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Tree
 from recipes.instruments.harness.scoring import Row, Scorer

@@ -3,13 +3,13 @@
 from typing import Any
 
 from recipes.common.report import kernel
-from recipes.common.report.plan import Second
 from recipes.common.report.report import size
 from recipes.common.runtime import describe, slices
 from recipes.common.sharding.layout import Layout
+from recipes.common.train.planned import PlannedStep
 from recipes.instruments.plan import tpu_slice
 from recipes.instruments.plan.calibration import FACTORS
-from recipes.instruments.plan.estimate import Estimate, estimate, with_second
+from recipes.instruments.plan.estimate import Estimate, estimate, with_frozen
 from recipes.instruments.plan.hardware import HARDWARE, Devices
 from recipes.instruments.plan.search import RULES_OUT, TIE, Plan, usable
 from zoo.parallel.pipeline import rounds
@@ -235,22 +235,13 @@ def command(entry: str, size: str, best: Estimate) -> str:
     return f"python -m recipes.{entry} " + " ".join(f"--{k}={v}" for k, v in flags.items())
 
 
-def of_layout(
-    layout: Layout,
-    accumulate: int = 1,
-    offload: str = "",
-    optimizer: str = "adamw",
-    second: Second | None = None,
-) -> list[str]:
-    """Lines of a recipe's --plan: the estimate for its own mesh and rules on its own devices.
-
-    Args:
-      second: a frozen model, whose forward pass is part of the step; see `with_second`.
-    """
+def describe_step(planned: PlannedStep) -> list[str]:
+    """Lines of a recipe's --plan: the estimate for its own mesh and rules on its own devices."""
+    layout, training = planned.layout, planned.training
     devices = _devices_of(layout)
-    own = estimate(layout, devices, accumulate, offload, optimizer)
-    if second:
-        own = with_second(own, second)
+    own = estimate(layout, devices, training.accumulate, training.offload, training.optimizer)
+    if planned.frozen:
+        own = with_frozen(own, planned.frozen)
     parts = ", ".join(f"{part} {size(count)}" for part, count in own.memory.items())
     what = f"fits in {size(usable(devices))}" if own.fits else "does not fit"
     simulated = devices.kind == "cpu"
@@ -260,6 +251,7 @@ def of_layout(
         + (" Its devices are simulated, so times are made up." if simulated else ""),
         *kernel.experts(layout),
         "Nothing was allocated or written; leave --plan out to train.",
+        *planned.notes,
     ]
 
 

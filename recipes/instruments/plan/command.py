@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractDevice
 
-from recipes.common import contexts, entries
-from recipes.common.config_flags import check_matmul, field_flag
-from recipes.common.report import kernel, report
+from recipes.common import entries
+from recipes.common.flags.config_flags import check_matmul, field_flag
+from recipes.common.report import contexts, kernel, report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.flags import choose
@@ -35,7 +35,12 @@ from recipes.common.train.optimizer import (
 from recipes.common.train.step import TrainStep
 from recipes.instruments.plan import answer
 from recipes.instruments.plan import page as plan_page
-from recipes.instruments.plan.cycles import (
+from recipes.instruments.plan.compilers import TooLarge, compile_step, missing_compiler, topology
+from recipes.instruments.plan.estimate import Estimate, estimate
+from recipes.instruments.plan.hardware import Devices, parse_devices
+from recipes.instruments.plan.own_model import own_model
+from recipes.instruments.plan.search import Change, Job, Plan, cheapest_change, search
+from recipes.instruments.plan.step_cycles import (
     clock,
     count,
     dump_bundles,
@@ -43,11 +48,6 @@ from recipes.instruments.plan.cycles import (
     read_bundles,
     read_hlo,
 )
-from recipes.instruments.plan.estimate import Estimate, estimate
-from recipes.instruments.plan.hardware import Devices, parse_devices
-from recipes.instruments.plan.own_model import own_model
-from recipes.instruments.plan.search import Change, Job, Plan, cheapest_change, search
-from recipes.instruments.plan.targets import TooLarge, compile_step, missing_compiler, topology
 from recipes.instruments.user_model import ModelFlags
 from zoo.options.compute_options import ComputeOptions
 

@@ -19,13 +19,13 @@ from typing import NamedTuple
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from recipes.common.report import flops
-from recipes.common.report.plan import Second
 from recipes.common.runtime import slices
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.shape import AttentionShape, Shape
+from recipes.common.train.planned import FrozenModel
 from recipes.instruments.plan.calibration import FACTORS, LOWER_BOUND
 from recipes.instruments.plan.hardware import USABLE, Devices
-from recipes.instruments.plan.memory import (
+from recipes.instruments.plan.step_memory import (
     compute_bytes,
     kernel,
     memory_parts,
@@ -39,8 +39,8 @@ from recipes.instruments.plan.memory import (
 from recipes.instruments.plan.textbook import (
     Transfer,
     device_tokens,
-    of_optimizer,
     optimizer_flops,
+    optimizer_transfers,
     transfers,
 )
 from zoo.core.sharding import device
@@ -139,7 +139,9 @@ def estimate(
       optimizer: one of OPTIMIZERS.
     """
     hardware = devices.hardware
-    sent = transfers(layout, accumulate, repeats=True) + of_optimizer(layout, optimizer, offload)
+    sent = transfers(layout, accumulate, repeats=True) + optimizer_transfers(
+        layout, optimizer, offload
+    )
     links, network, seconds = _sending(layout, devices, sent)
     work, shape, sizes = _work(layout, accumulate), layout.shape, weights(layout)
     repeats_matmuls, _ = REPEATS.get(shape.remat, (True, True))
@@ -181,32 +183,31 @@ def estimate(
     )
 
 
-def with_second(own: Estimate, second: Second) -> Estimate:
+def with_frozen(own: Estimate, frozen: FrozenModel) -> Estimate:
     """Adds a frozen model to a step: its weights at rest, and its forward pass.
 
-    Of a step of its own, the forward pass has a third of the FLOPs, and gathers weights once of twice.
-    The larger of both models' working sets counts. Weights
-    in the host's memory are all on the device during the forward pass.
+    The forward pass has a third of the FLOPs of a step, and gathers weights once where a step gathers
+    them twice. The larger of both models' working sets counts. Weights in the host's memory are all on
+    the device during the forward pass.
     """
-    frozen = second.layout
-    other = estimate(frozen, own.devices, own.accumulate)
+    other = estimate(frozen.layout, own.devices, own.accumulate)
     forward = [x._replace(bytes=x.bytes / 2) for x in other.transfers if x.purpose in FORWARD]
-    links, network, sending = _sending(frozen, own.devices, forward)
+    links, network, sending = _sending(frozen.layout, own.devices, forward)
     seconds = dict(own.seconds)
     for cause, more in sending.items():
         seconds[cause] += more
-    repeats_matmuls, _ = REPEATS.get(frozen.shape.remat, (True, True))
+    repeats_matmuls, _ = REPEATS.get(frozen.layout.shape.remat, (True, True))
     passes = 4 if repeats_matmuls else 3
     operations = {kind: s + other.operations[kind] / passes for kind, s in own.operations.items()}
     seconds["compute"] = sum(operations.values())
     seconds["memory"] += other.seconds["memory"] / passes
     working = "live working set"
-    held = {"frozen model": second.bytes_per_device} if second.bytes_per_device else {}
-    there = held if second.on_host else {}
+    held = {"frozen model": frozen.bytes_per_device} if frozen.bytes_per_device else {}
+    there = held if frozen.on_host else {}
     larger = max(own.memory[working], other.memory[working] + sum(there.values()))
     seconds["host"] += sum(there.values()) / own.devices.hardware.host
     return own._replace(
-        memory=own.memory | {working: larger} | ({} if second.on_host else held),
+        memory=own.memory | {working: larger} | ({} if frozen.on_host else held),
         host=own.host | there,
         transfers=own.transfers + forward,
         links=own.links + links,

@@ -11,7 +11,13 @@ from flax import nnx
 from recipes.common.runtime import UserError
 from recipes.common.sharding.abstract import AbstractModel, declared_names
 from recipes.common.sharding.rules import Rules
-from recipes.instruments.user_model import ModelFlags, Subject, make_subject, reason, with_rules
+from recipes.instruments.user_model import (
+    ModelFlags,
+    UserModel,
+    make_user_model,
+    reason,
+    with_rules,
+)
 from zoo.core.strategies import VOCAB
 from zoo.experts.expert_strategies import EXPERT_DECODER
 from zoo.options.compute_options import ComputeOptions
@@ -30,9 +36,9 @@ class OwnModel(NamedTuple):
 def own_model(flags: ModelFlags) -> OwnModel:
     """Traces the model that a user's flags name. Raises UserError."""
     name = flags.model.rpartition(":")[2]
-    subject = make_subject(*flags.parts())
-    abstract, tables = with_rules(subject)
-    model: Any = nnx.eval_shape(subject.build)
+    user_model = make_user_model(*flags.parts())
+    abstract, tables = with_rules(user_model)
+    model: Any = nnx.eval_shape(user_model.build)
     is_declared = declared_names(model) is not None
     known = abstract.names.logical_axes
     if not is_declared:  # a product's result has the axes of its weight
@@ -53,13 +59,13 @@ def own_model(flags: ModelFlags) -> OwnModel:
             f"{name}'s config lacks fields of zoo.core.config.ComputeOptions: no windows or remat, float32."
         )
     if not is_text:
-        abstract = abstract._replace(positions=_positions(subject, abstract))
+        abstract = abstract._replace(positions=_positions(user_model, abstract))
         assumed.append(
             f"By the products in its loss, each weight multiplies {abstract.positions:,} positions of "
             "an example; all activations are kept."
         )
     return OwnModel(
-        model=lambda _, rngs: subject.build(),
+        model=lambda _, rngs: user_model.build(),
         config=given if _computes(given) else _Plain(),
         abstract=abstract,
         rules=tables,
@@ -91,21 +97,21 @@ def _is_axes(x: Any) -> bool:
     return isinstance(x, tuple)
 
 
-def _positions(subject: Subject, abstract: AbstractModel) -> int:
+def _positions(user_model: UserModel, abstract: AbstractModel) -> int:
     """How often an example's loss multiplies by each weight, in the mean."""
 
     def total(variables, batch):
-        return subject.loss(abstract.merge(variables), **batch)[0]
+        return user_model.loss(abstract.merge(variables), **batch)[0]
 
     try:
-        traced = jax.make_jaxpr(total)(abstract.shapes, subject.batch)
+        traced = jax.make_jaxpr(total)(abstract.shapes, user_model.batch)
     except UserError:
         raise
     except Exception as error:  # whatever the user's code raises
         raise UserError(
             f"the loss of the batch can't be traced ({reason(error)}); fix the batch or the loss"
         ) from error
-    rows = len(jax.tree.leaves(subject.batch)[0])
+    rows = len(jax.tree.leaves(user_model.batch)[0])
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.shapes))
     return max(1, round(_multiplications(traced.jaxpr) / rows / max(weights, 1)))
 

@@ -17,7 +17,7 @@ from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.matrices import ITERATIONS, Form, form_of, matrix_sides
 from recipes.common.sharding.rules import target_axes
 from recipes.common.sharding.shape import ExpertsShape
-from recipes.instruments.plan.memory import compute_bytes
+from recipes.instruments.plan.step_memory import compute_bytes
 from zoo.core.sharding import device, optimizer_axes, shards
 from zoo.core.strategies import HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 from zoo.experts.exchange import exchanges
@@ -27,7 +27,7 @@ from zoo.parallel.context import choose_exchange
 from zoo.parallel.pipeline import microbatches, rounds, routes, ticks
 
 
-class Halves(NamedTuple):
+class AllReduceCounts(NamedTuple):
     """Half all-reduces of activations that a layer's tensor parallelism sends; the textbook has 8."""
 
     whole: int  # of activations that are whole between sublayers
@@ -37,12 +37,12 @@ class Halves(NamedTuple):
 
 # Remat policy → what it sends, counted in compiled steps. Remat repeats attention's all-reduce, and
 # sequence-sharded inputs are gathered again.
-HALVES = {
-    "none": Halves(8, 4, 4),
-    "dots": Halves(8, 6, 4),
-    "sublayers": Halves(8, 6, 4),
-    "gathered": Halves(10, 6, 4),
-    "full": Halves(10, 6, 5),
+ALL_REDUCES = {
+    "none": AllReduceCounts(8, 4, 4),
+    "dots": AllReduceCounts(8, 6, 4),
+    "sublayers": AllReduceCounts(8, 6, 4),
+    "gathered": AllReduceCounts(10, 6, 4),
+    "full": AllReduceCounts(10, 6, 5),
 }
 
 
@@ -89,8 +89,8 @@ class Transfer(NamedTuple):
 def textbook(
     layout: Layout, accumulate: int = 1, optimizer: str = "adamw", offload: str = ""
 ) -> float:
-    """Bytes that a device must send per step; see `transfers` and `of_optimizer`."""
-    sent = [*transfers(layout, accumulate), *of_optimizer(layout, optimizer, offload)]
+    """Bytes that a device must send per step; see `transfers` and `optimizer_transfers`."""
+    sent = [*transfers(layout, accumulate), *optimizer_transfers(layout, optimizer, offload)]
     return sum(x.bytes for x in sent)
 
 
@@ -101,27 +101,27 @@ def transfers(layout: Layout, accumulate: int = 1, repeats: bool = False) -> lis
       layout: with batches, and rows of seq_len positions if it has any.
       accumulate: gradient-accumulation steps. Each one gathers weights and sums gradients.
       repeats: whether to count what compilers send beyond the textbook: activations that remat
-        sends again (HALVES), and gradients that TPUs sum over groups of replicas too.
+        sends again (ALL_REDUCES), and gradients that TPUs sum over groups of replicas too.
     """
     every = [
-        *of_weights(layout, accumulate, repeats),
-        *(transfer for _, transfer in of_modules(layout, accumulate, repeats)),
-        *of_rows(layout, accumulate),
+        *weight_transfers(layout, accumulate, repeats),
+        *(transfer for _, transfer in module_transfers(layout, accumulate, repeats)),
+        *row_transfers(layout, accumulate),
     ]
     return [transfer for transfer in every if transfer.bytes]
 
 
-def of_rows(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
+def row_transfers(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
     """Transfers of what pairs, positions, experts and stages exchange."""
-    yield from _of_pairs(layout)
+    yield from _pair_transfers(layout)
     if layout.seq_len:
-        yield from _of_attention(layout)
-        yield from _of_states(layout)
-        yield from _of_experts(layout, accumulate)
-        yield from of_stages(layout, accumulate)
+        yield from _attention_transfers(layout)
+        yield from _state_transfers(layout)
+        yield from _expert_transfers(layout, accumulate)
+        yield from stage_transfers(layout, accumulate)
 
 
-def _of_pairs(layout: Layout) -> Iterator[Transfer]:
+def _pair_transfers(layout: Layout) -> Iterator[Transfer]:
     """Embeddings of texts in float32 to all devices that split the batch, and their gradients back."""
     shape = layout.shape
     axes = frozenset(_split_by(layout, layout.batch_axes))
@@ -144,15 +144,17 @@ def device_tokens(layout: Layout, path: str = "") -> float:
     return positions / (layout.batch_shards * layout.seq_shards)
 
 
-def of_weights(layout: Layout, accumulate: int = 1, repeats: bool = False) -> Iterator[Transfer]:
-    """Transfers of weights and their gradients, of all weights together; see `of_each_weight`."""
+def weight_transfers(
+    layout: Layout, accumulate: int = 1, repeats: bool = False
+) -> Iterator[Transfer]:
+    """Transfers of weights and their gradients, of all weights together; see `single_weight_transfers`."""
     sums: dict[tuple[str, str, frozenset[str]], float] = {}
-    for _, (purpose, kind, axes, count) in of_each_weight(layout, accumulate, repeats):
+    for _, (purpose, kind, axes, count) in single_weight_transfers(layout, accumulate, repeats):
         sums[purpose, kind, axes] = sums.get((purpose, kind, axes), 0.0) + count
     yield from (Transfer(*key, count) for key, count in sums.items())
 
 
-def of_each_weight(
+def single_weight_transfers(
     layout: Layout, accumulate: int = 1, repeats: bool = False
 ) -> Iterator[tuple[str, Transfer]]:
     """(path, transfer) of each weight and its gradient.
@@ -196,7 +198,7 @@ def of_each_weight(
         over, reduced = frozenset(state - use), frozenset(batch - state)
         also_reduced = once and EXPERT not in axes and _devices(layout, reduced) > 1
         cuts = table and _cuts_tiles(layout, elements_in_use, _devices(layout, over))
-        for kind, axes_sent, elements in _of_gradient(
+        for kind, axes_sent, elements in _gradient_transfers(
             layout, elements_in_use, over, reduced, together=tpu and (also_reduced or cuts)
         ):
             yield path, Transfer("gradients", kind, axes_sent, accumulate * (width * elements))
@@ -206,7 +208,7 @@ def of_each_weight(
         yield path, Transfer("updates", "all-gather", updated, sent)
 
 
-def _of_gradient(
+def _gradient_transfers(
     layout: Layout, whole: float, over: frozenset[str], reduced: frozenset[str], *, together: bool
 ) -> Iterator[tuple[str, frozenset[str], float]]:
     """(kind, mesh axes, elements) of a gradient's collectives.
@@ -232,7 +234,7 @@ def _cuts_tiles(layout: Layout, whole: float, devices: int) -> bool:
     return rows % TILE_ROWS != 0 and columns % TILE_COLUMNS != 0
 
 
-def of_optimizer(layout: Layout, optimizer: str, offload: str = "") -> list[Transfer]:
+def optimizer_transfers(layout: Layout, optimizer: str, offload: str = "") -> list[Transfer]:
     """Transfers of an optimizer's update: of Muon's matrices, to their devices and back.
 
     Momenta are float32. The number of matrices is padded to a multiple of the devices.
@@ -291,7 +293,7 @@ def optimizer_flops(layout: Layout, optimizer: str, offload: str = "") -> float:
     return flops
 
 
-def of_modules(
+def module_transfers(
     layout: Layout, accumulate: int = 1, repeats: bool = False
 ) -> Iterator[tuple[str, Transfer]]:
     """(path of a module, transfer) of activations between the devices that share a matmul.
@@ -349,13 +351,13 @@ def _kinds(layout: Layout) -> dict[str, float]:
     """Kind of collective → how many times a layer's textbook it sends of activations, under remat."""
     if layout.shape.remat is None:
         return {"all-reduce": 1.0}
-    halves = HALVES.get(layout.shape.remat, HALVES["full"])
+    halves = ALL_REDUCES.get(layout.shape.remat, ALL_REDUCES["full"])
     if layout.count_shards(RESIDUAL_SEQ) > layout.count_shards(SEQ):
         return {"all-gather": halves.gathers / 8, "reduce-scatter": halves.scatters / 8}
     return {"all-reduce": halves.whole / 8}
 
 
-def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
+def stage_transfers(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
     """Transfers between stages: activations, and their parts for the loss.
 
     A microbatch's activations and their gradients go to the next stage in every tick, also in the
@@ -368,13 +370,13 @@ def of_stages(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
     parts, axes = _microbatches(layout, accumulate), frozenset(_split_by(layout, [LAYERS]))
     v = rounds(layout.config)
     each = device_tokens(layout) / parts * layout.shape.embed * compute_bytes(layout)
-    sent = 2 * ticks(parts, stages, v) * each + _of_chunks(layout, v) * accumulate
+    sent = 2 * ticks(parts, stages, v) * each + _moved_chunk_bytes(layout, v) * accumulate
     yield Transfer("stages", "collective-permute", axes, sent)
     for kind in ("reduce-scatter", "all-gather"):
         yield Transfer("stages", kind, axes, parts * ring(stages) * each)
 
 
-def _of_chunks(layout: Layout, v: int) -> float:
+def _moved_chunk_bytes(layout: Layout, v: int) -> float:
     """Bytes of layers that move between their devices at rest and their stages in v rounds.
 
     Weights move as they lie at rest, in the compute dtype, and gradients as the optimizer's state,
@@ -403,7 +405,7 @@ def _microbatches(layout: Layout, accumulate: int) -> int:
     return microbatches(layout.config, rows, layout.stages)
 
 
-def _of_attention(layout: Layout) -> Iterator[Transfer]:
+def _attention_transfers(layout: Layout) -> Iterator[Transfer]:
     """Transfers so that positions attend to those on other devices.
 
     Each layer does it forward, again unless remat keeps everything, and backward. An all-to-all
@@ -433,7 +435,7 @@ def _of_attention(layout: Layout) -> Iterator[Transfer]:
         yield Transfer("attention", "collective-permute", axes, (forward + 2) * sent * (n - 1))
 
 
-def _of_states(layout: Layout) -> Iterator[Transfer]:
+def _state_transfers(layout: Layout) -> Iterator[Transfer]:
     """Transfers so that a recurrence's state travels along positions on n devices.
 
     Devices compose what each does to a state, a matrix and an offset, in log2(n - 1) steps; the last
@@ -457,7 +459,7 @@ def _of_states(layout: Layout) -> Iterator[Transfer]:
     yield Transfer("states", "collective-permute", axes, sent)
 
 
-def _of_experts(layout: Layout, accumulate: int) -> Iterator[Transfer]:
+def _expert_transfers(layout: Layout, accumulate: int) -> Iterator[Transfer]:
     """Transfers to the devices of other experts and back.
 
     Rows of D numbers go there and their sums come back, and so do their gradients: four times (n - 1)

@@ -22,29 +22,29 @@ from jax.sharding import Mesh
 
 from recipes.common.sharding import Layout, paths
 from recipes.common.train.state import abstract_state
-from recipes.instruments.prove import compare, table
-from recipes.instruments.prove.compare import Difference
-from recipes.instruments.prove.locate import Place, locate
+from recipes.instruments.prove import comparison, table
+from recipes.instruments.prove.comparison import Difference
+from recipes.instruments.prove.first_difference import Place, locate
+from recipes.instruments.prove.layouts import check_loss, layouts, make_meshes, reference_layout
 from recipes.instruments.prove.run import (
     OPTIMIZER,
     Training,
     measure,
-    numbers,
     restored,
+    to_host,
     trace_loss,
 )
 from recipes.instruments.prove.source import float32_line, folder_of
-from recipes.instruments.prove.subject import check_loss, layouts, make_meshes, reference_layout
 from recipes.instruments.prove.waste import Waste, wasteful
-from recipes.instruments.user_model import Subject, make_subject, reason
+from recipes.instruments.user_model import UserModel, make_user_model, reason
 
 # What is compared → the largest relative difference that rounding explains.
 TOLERANCES = {
     "initial": 0.0,
-    "loss": compare.LOSS_TOLERANCE,
-    "metrics": compare.LOSS_TOLERANCE,
-    "gradient": compare.GRADIENT_TOLERANCE,
-    "state": compare.STATE_TOLERANCE,
+    "loss": comparison.LOSS_TOLERANCE,
+    "metrics": comparison.LOSS_TOLERANCE,
+    "gradient": comparison.GRADIENT_TOLERANCE,
+    "state": comparison.STATE_TOLERANCE,
     "restore": 0.0,
 }
 
@@ -77,7 +77,7 @@ class Case:
     @property
     def is_rounding(self) -> bool:
         """Whether float64 shows that what differs in float32 is rounding."""
-        return self.float64 is not None and self.float64 <= compare.FLOAT64_TOLERANCE
+        return self.float64 is not None and self.float64 <= comparison.FLOAT64_TOLERANCE
 
     @property
     def holds(self) -> bool:
@@ -131,17 +131,17 @@ def prove(
     Raises UserError if these don't fit each other.
     """
     made = make_meshes(meshes)
-    subject = make_subject(build, loss, rules, batch, optimizer)
-    pairs, left_out = layouts(subject, made, auto)
-    reference = Reference(reference_layout(pairs.values()), subject)
-    check_loss(reference.layout, subject.batch)
+    user_model = make_user_model(build, loss, rules, batch, optimizer)
+    pairs, left_out = layouts(user_model, made, auto)
+    reference = Reference(reference_layout(pairs.values()), user_model)
+    check_loss(reference.layout, user_model.batch)
     targets = [*pairs.values(), reference.layout]
     cases = []
     for place, ((strategy, mesh), layout) in enumerate(pairs.items()):
         on_start(f"{place + 1} of {len(pairs)}: {strategy} on {mesh}")
         case = prove_case(reference, strategy, mesh, layout, targets[place + 1])
         if x64 and case.beyond:
-            case = in_float64(case, layout, reference.subject)
+            case = in_float64(case, layout, reference.user_model)
         cases.append(case)
         on_case(case)
     return Proof(tuple(cases), tuple(left_out))
@@ -152,12 +152,12 @@ class Reference:
     """One device's run, which all others must equal."""
 
     layout: Layout
-    subject: Subject
+    user_model: UserModel
 
     @functools.cached_property
     def unchanged(self) -> Training:
-        """With the subject's own optimizer."""
-        return measure(self.layout, self.subject.optimizer, self.subject.batch).training
+        """With the model's own optimizer."""
+        return measure(self.layout, self.user_model.optimizer, self.user_model.batch).training
 
     @functools.cached_property
     def fault(self) -> str:
@@ -183,18 +183,22 @@ class Reference:
     @functools.cached_property
     def zeros(self) -> set[str]:
         """Paths of gradients that are zero but for rounding."""
-        return compare.zeros(paths(self.unchanged.grads[0]))
+        return comparison.zeros(paths(self.unchanged.grads[0]))
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """The subject's, with zeros for such gradients: Adam would turn rounding into steps."""
-        return without(self.subject.optimizer, self.zeros) if self.zeros else self.subject.optimizer
+        """The model's, with zeros for such gradients: Adam would turn rounding into steps."""
+        return (
+            without(self.user_model.optimizer, self.zeros)
+            if self.zeros
+            else self.user_model.optimizer
+        )
 
     @functools.cached_property
     def training(self) -> Training:
         if not self.zeros:
             return self.unchanged
-        return measure(self.layout, self.optimizer, self.subject.batch).training
+        return measure(self.layout, self.optimizer, self.user_model.batch).training
 
 
 def without(optimizer: optax.GradientTransformation, zeros: set[str]) -> Any:
@@ -214,9 +218,9 @@ def prove_case(
     reference: Reference, strategy: str, mesh: str, layout: Layout, target: Layout
 ) -> Case:
     """One case; `target`: the layout on which the state is restored."""
-    subject = reference.subject
+    user_model = reference.user_model
     try:
-        measured = measure(layout, reference.optimizer, subject.batch)
+        measured = measure(layout, reference.optimizer, user_model.batch)
     except Exception as error:  # whatever the user's code raises
         failure = reason(error)
         if type(error).__name__ == "ShardingTypeError":  # JAX doesn't export it
@@ -227,8 +231,8 @@ def prove_case(
     training = measured.training
     differences = compare_runs(training, reference.training)
     after = restored(training.state, abstract_state(target, reference.optimizer))
-    warnings = wasteful(layout, reference.optimizer, subject.batch, measured.step)
-    differences["restore"] = compare.compare_all(after, training.final, is_copy=True)
+    warnings = wasteful(layout, reference.optimizer, user_model.batch, measured.step)
+    differences["restore"] = comparison.compare_all(after, training.final, is_copy=True)
     case = Case(
         strategy,
         mesh,
@@ -239,7 +243,7 @@ def prove_case(
     )
     if case.beyond.keys() & {"loss", "metrics", "gradient"}:
         variables = {kind: reference.training.initial[kind] for kind in layout.model.shapes}
-        place = locate(layout, reference.layout, variables, subject.batch)
+        place = locate(layout, reference.layout, variables, user_model.batch)
         case = dataclasses.replace(case, place=place)
     return case
 
@@ -256,24 +260,24 @@ def compare_runs(on_mesh: Training, on_one: Training) -> dict[str, dict[str, Dif
         return {name: np.array(x, dtype) for name, x in metrics.items()}
 
     metrics = worst(
-        compare.compare_finite(arrays(a), arrays(b))
+        comparison.compare_finite(arrays(a), arrays(b))
         for a, b in zip(on_mesh.metrics, on_one.metrics, strict=True)
     )
     gradients = worst(
-        compare.compare_gradients(paths(a), paths(b))
+        comparison.compare_gradients(paths(a), paths(b))
         for a, b in zip(on_mesh.grads, on_one.grads, strict=True)
     )
-    initial = numbers(on_mesh.initial)
+    initial = to_host(on_mesh.initial)
     return {
-        "initial": compare.compare_all(initial, numbers(on_one.initial), is_copy=True),
+        "initial": comparison.compare_all(initial, to_host(on_one.initial), is_copy=True),
         "loss": {"loss": metrics.pop("loss")},
         "metrics": metrics,
         "gradient": gradients,
-        "state": compare.compare_all(on_mesh.final, on_one.final),
+        "state": comparison.compare_all(on_mesh.final, on_one.final),
     }
 
 
-def in_float64(case: Case, layout: Layout, subject: Subject) -> Case:
+def in_float64(case: Case, layout: Layout, user_model: UserModel) -> Case:
     """The case with its largest difference in float64, or with a note why that tells nothing.
 
     Variables are float64 and `jnp.float32` means float64 in the model's code, as does `dtype` in the
@@ -281,7 +285,7 @@ def in_float64(case: Case, layout: Layout, subject: Subject) -> Case:
     """
 
     def build() -> nnx.Module:
-        model = subject.build()
+        model = user_model.build()
         node: Any
         for _, node in nnx.iter_graph(model):
             if isinstance(node, nnx.Variable) and node.dtype == np.float32:
@@ -297,9 +301,9 @@ def in_float64(case: Case, layout: Layout, subject: Subject) -> Case:
 
     batch = {
         name: np.asarray(x, np.float64) if x.dtype == np.float32 else x
-        for name, x in subject.batch.items()
+        for name, x in user_model.batch.items()
     }
-    wide = dataclasses.replace(subject, build=build, batch=batch)
+    wide = dataclasses.replace(user_model, build=build, batch=batch)
     with jax.enable_x64(True), mock.patch.object(jnp, "float32", jnp.float64):
         pairs, _ = layouts(wide, [layout.mesh])
         (wide_layout,) = (x for (name, _), x in pairs.items() if name == layout.strategy)

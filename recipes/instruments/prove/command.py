@@ -8,8 +8,8 @@ from recipes.common.runtime import UserError, flag, print0
 from recipes.common.runtime.flags import split
 from recipes.instruments.prove import table
 from recipes.instruments.prove.cases import Case, prove
+from recipes.instruments.prove.layouts import make_meshes
 from recipes.instruments.prove.precision import prove_precision
-from recipes.instruments.prove.subject import make_meshes
 from recipes.instruments.user_model import ModelFlags
 
 

@@ -18,12 +18,12 @@ from recipes.common.sharding.compiler_options import QUICK
 from recipes.common.train.feed import to_devices
 from recipes.common.train.state import abstract_state
 from recipes.common.train.step import gradients
-from recipes.instruments.prove import compare
+from recipes.instruments.prove import comparison
+from recipes.instruments.prove.layouts import check_loss, layouts, make_meshes, reference_layout
 from recipes.instruments.prove.run import initial_state
 from recipes.instruments.prove.source import folder_of
-from recipes.instruments.prove.subject import check_loss, layouts, make_meshes, reference_layout
 from recipes.instruments.prove.sums import Sum, low_precision_sums
-from recipes.instruments.user_model import Subject, make_subject, reason
+from recipes.instruments.user_model import UserModel, make_user_model, reason
 
 FORMATS = ("bfloat16", "float16")
 BOUND = 0.05  # |g - g32| / |g32| of a parameter; rounding alone gives 0.01 to 0.02
@@ -105,10 +105,12 @@ def prove_precision(
         raise UserError(f"--dtype={dtype} is not one of {', '.join(FORMATS)}")
     made = make_meshes(meshes)
     # Both start from numbers that parameters in 16 bits can hold, if the model has such.
-    exact = make_subject(
+    exact = make_user_model(
         lambda: in_float32(in_dtype(build(), dtype)), loss, rules, batch, _optimizer()
     )
-    short = make_subject(lambda: in_dtype(build(), dtype), loss, rules, exact.batch, _optimizer())
+    short = make_user_model(
+        lambda: in_dtype(build(), dtype), loss, rules, exact.batch, _optimizer()
+    )
     pairs, _ = layouts(short, made, auto)
     exact_pairs, _ = layouts(exact, made, auto)
     one = reference_layout(pairs.values())
@@ -125,7 +127,7 @@ def prove_precision(
         except Exception as error:  # whatever the user's code raises
             failed[where] = reason(error)
             continue
-        differences = compare.compare_gradients(in_16_bits, reference)
+        differences = comparison.compare_gradients(in_16_bits, reference)
         errors[where] = {path: x.relative for path, x in differences.items()}
     folder = folder_of(nnx.eval_shape(short.build))
     here = _sums(one, short, short.batch, folder, few=1)
@@ -175,9 +177,9 @@ def _optimizer() -> Any:
     return optax.sgd(0.0)
 
 
-def _gradients(layout: Layout, subject: Subject, initial: Tree) -> dict[str, np.ndarray]:
-    abstract = abstract_state(layout, subject.optimizer)
-    example = layout.abstract_batch(jax.tree.map(lambda x: x[0], subject.batch))
+def _gradients(layout: Layout, user_model: UserModel, initial: Tree) -> dict[str, np.ndarray]:
+    abstract = abstract_state(layout, user_model.optimizer)
+    example = layout.abstract_batch(jax.tree.map(lambda x: x[0], user_model.batch))
     options = QUICK if layout.mesh.devices.flat[0].platform == "cpu" else {}
     step = layout.compile(
         lambda state, batch: gradients(layout, state, batch)[0],
@@ -186,7 +188,7 @@ def _gradients(layout: Layout, subject: Subject, initial: Tree) -> dict[str, np.
         compiler_options=options,
     )
     state = jax.device_put(jax.tree.map(_cast, initial, abstract), shardings(abstract))
-    grads = jax.device_get(step(state, to_devices(subject.batch, layout)))
+    grads = jax.device_get(step(state, to_devices(user_model.batch, layout)))
     return {path: np.asarray(x, np.float32) for path, x in paths(grads).items()}
 
 
@@ -196,7 +198,7 @@ def _cast(x: Any, like: Any) -> Any:
 
 
 def _sums(
-    layout: Layout, subject: Subject, batch: Tree, folder: pathlib.Path, few: int = 16
+    layout: Layout, user_model: UserModel, batch: Tree, folder: pathlib.Path, few: int = 16
 ) -> list[Sum]:
     """The sums in 16 bits of a gradient on one device, those of most terms first."""
     rows = len(jax.tree.leaves(batch)[0])
@@ -204,7 +206,7 @@ def _sums(
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     with layout.trace():
         traced = jax.jit(lambda state, rows: gradients(layout, state, rows)[0]).trace(
-            abstract_state(layout, subject.optimizer), layout.abstract_batch(example)
+            abstract_state(layout, user_model.optimizer), layout.abstract_batch(example)
         )
     sums = low_precision_sums(traced.jaxpr.jaxpr, folder, few)
     most = sorted(sums, key=lambda x: -x.most_terms)

@@ -40,7 +40,7 @@ class Training:
     @functools.cached_property
     def final(self) -> dict[str, np.ndarray]:
         """Path → array of the state after the last step."""
-        return numbers(self.state)
+        return to_host(self.state)
 
 
 def compile_step(
@@ -148,10 +148,10 @@ def restored(state: Tree, abstract: Tree) -> dict[str, np.ndarray]:
         path = pathlib.Path(folder) / "state"
         store.write(path, state, {})
         arrays = store.Checkpoint(path, {}).read(abstract)
-    return numbers(arrays)
+    return to_host(arrays)
 
 
-def numbers(tree: Tree) -> dict[str, np.ndarray]:
+def to_host(tree: Tree) -> dict[str, np.ndarray]:
     """Path → array on the host; a random key as the numbers that it consists of."""
     return paths(jax.device_get(jax.tree.map(_key_data, tree)))
 

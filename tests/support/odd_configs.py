@@ -10,12 +10,12 @@ import jax
 import numpy as np
 
 from recipes.common import entries
-from recipes.common.language.recipe import check_heads, check_stages
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout, shardings
 from recipes.common.sharding.rules import used_axes
+from recipes.common.train.checks import check_heads, check_stages
 from recipes.common.train.step import gradients
 from tests.support.models import random_values
 from tests.support.quick import QUICK

@@ -119,11 +119,13 @@ def memory_parts(
     on_device = 0.0 if offload else moments(sizes, optimizer)
     state = {"parameters": sizes.params + sizes.frozen, "optimizer": on_device}
     if layout.shape.vocab_size:
-        return state | _of_tokens(layout, accumulate, segments, sizes)
-    return state | _of_examples(layout, accumulate, sizes)
+        return state | _token_bytes(layout, accumulate, segments, sizes)
+    return state | _example_bytes(layout, accumulate, sizes)
 
 
-def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) -> dict[str, float]:
+def _token_bytes(
+    layout: Layout, accumulate: int, segments: bool, sizes: Weights
+) -> dict[str, float]:
     """Memory besides the state, of a model whose inputs are rows of tokens.
 
     Saved activations are each layer's input and whatever its remat policy saves. The peak is in one
@@ -147,7 +149,7 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     count = microbatches(config, rows, stages) if stages > 1 else 1
     rows //= count
     length = layout.seq_len // layout.seq_shards
-    saved, recomputed, scores = _of_layers(layout, rows, segments, sizes)
+    saved, recomputed, scores = _layer_bytes(layout, rows, segments, sizes)
     with layout.trace():
         chunk = positions_at_once(config.loss_chunk, rows, length)
     logits = rows * chunk * shape.logits // layout.count_shards(VOCAB) * (4 + width)
@@ -181,7 +183,7 @@ def _of_tokens(layout: Layout, accumulate: int, segments: bool, sizes: Weights) 
     return {"gradients": gradients, "saved activations": saved, "live working set": live}
 
 
-class OfLayers(NamedTuple):
+class LayerBytes(NamedTuple):
     """Bytes of a microbatch in the layers, on a device."""
 
     saved: float  # by all layers, for the backward pass
@@ -189,7 +191,7 @@ class OfLayers(NamedTuple):
     scores: int  # attention scores in float32, of the layer that has most
 
 
-def _of_layers(layout: Layout, rows: int, segments: bool, sizes: Weights) -> OfLayers:
+def _layer_bytes(layout: Layout, rows: int, segments: bool, sizes: Weights) -> LayerBytes:
     """Activations of `rows` rows in a stage's layers."""
     shape, width = layout.shape, compute_bytes(layout)
     remat = shape.remat
@@ -224,7 +226,7 @@ def _of_layers(layout: Layout, rows: int, segments: bool, sizes: Weights) -> OfL
         scores = max(scores, numbers.scores)
         if remat == "offload":
             saved = IN_FLIGHT * rows * between * D * width
-    return OfLayers(saved, recomputed, scores)
+    return LayerBytes(saved, recomputed, scores)
 
 
 def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -> Activations:
@@ -409,7 +411,7 @@ def on_host(
     return sizes
 
 
-def _of_examples(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, float]:
+def _example_bytes(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, float]:
     """Memory besides the state, of a model without tokens.
 
     The backward pass has each weight's output and, of layers with remat, what that saves and one
@@ -426,10 +428,10 @@ def _of_examples(layout: Layout, accumulate: int, sizes: Weights) -> dict[str, f
             outputs += shape.positions_of(path) * layers * dims[-1] / layout.count_shards(use)
         if "channels" in axes:  # pixels in float32, and as patches
             outputs += shape.positions_of(path) * math.prod(dims[:-1]) * (4 + width) / width
-    of_layers = OfLayers(0.0, 0.0, 0)
+    of_layers = LayerBytes(0.0, 0.0, 0)
     cast = 0.0
     if shape.remat:
-        of_layers = _of_layers(layout, rows, segments=False, sizes=sizes)
+        of_layers = _layer_bytes(layout, rows, segments=False, sizes=sizes)
         cast = sizes.stacked * width // 4 if width < 4 and shape.remat != "none" else 0.0
     return {
         "gradients": sizes.params * (1 + (accumulate > 1)),

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from data.batches import Dataset, Example, Rows, held_out_batches
-from recipes.common.distillation import Distilling
+from recipes.common.distillation.student_loss import Distilling
 from recipes.common.report.report import size
 from recipes.common.runtime import UserError, print0, processes
 from recipes.common.sharding import Layout, Tree

@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from data import DataError
 from data.tokenizer import Tokenizer, from_files
 from recipes.common.checkpoint import integrity
-from recipes.common.hf import Folder
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Tree, paths
 from recipes.common.sharding.abstract import nested
@@ -29,11 +28,12 @@ FIELDS = ("lora_rank", "lora_alpha", "lora_targets")  # in the model's config
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """An adapter joined with its base: a Source of the merged model."""
+    """An adapter joined with its base: a WeightSource of the merged model."""
 
-    adapter: Any  # Source of the factors: a Checkpoint or a PEFT folder
-    base: Any  # Source
+    adapter: Any  # WeightSource of the factors: a Checkpoint or a PEFT folder
+    base: Any  # WeightSource
     where: str  # location of the base, in the form that --base takes
+    files = ()
 
     @property
     def path(self) -> pathlib.Path:
@@ -186,5 +186,4 @@ def portable_path(source: Any, name: str) -> str:
 
 def content_sha256(source: Any) -> str:
     """See integrity.content_sha256."""
-    files = source.files if isinstance(source, Folder) else ()
-    return integrity.content_sha256(source.path, files)
+    return integrity.content_sha256(source.path, source.files)

@@ -11,10 +11,10 @@ from typing import Any
 from data import labelled, masked
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
-from recipes.common.classification import confusion
-from recipes.common.encoders import class_logits, count_right
 from recipes.common.runtime import UserError, print0
 from recipes.common.sharding import Tree
+from recipes.common.tasks.classification import confusion
+from recipes.common.tasks.text_encoders import class_logits, count_right
 from recipes.common.train.evaluation import Extra
 
 

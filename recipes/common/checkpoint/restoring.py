@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from data.tokenizer import Tokenizer
 from recipes.common import entries
-from recipes.common.checkpoint import lora
+from recipes.common.checkpoint import adapters
 from recipes.common.checkpoint.locate import find
-from recipes.common.checkpoint.store import Source, config_of
-from recipes.common.config_flags import replace
+from recipes.common.checkpoint.store import WeightSource, config_of
+from recipes.common.flags.config_flags import replace
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted
@@ -49,7 +49,12 @@ def restore(
 
 
 def layout_of(
-    source: Source, mesh: Mesh, rules: str | Rules | None = None, *, seq_len: int = 0, **compute
+    source: WeightSource,
+    mesh: Mesh,
+    rules: str | Rules | None = None,
+    *,
+    seq_len: int = 0,
+    **compute,
 ) -> Layout:
     """The layout of a checkpoint's model on `mesh`; reads and allocates no arrays.
 
@@ -71,7 +76,7 @@ def layout_of(
     )
 
 
-def context(source: Source) -> int:
+def context(source: WeightSource) -> int:
     """Context length of a model in tokens: the one in its folder, or the one it was trained with.
 
     Never more than the positions that the model has learned, if it learns them.
@@ -81,7 +86,7 @@ def context(source: Source) -> int:
     return min(tokens, facts["config"].get("max_positions") or tokens)
 
 
-def restore_variables(source: Source, layout: Layout, dtype: str | None = None) -> Tree:
+def restore_variables(source: WeightSource, layout: Layout, dtype: str | None = None) -> Tree:
     """Reads a checkpoint's parameters and buffers, sharded by `layout`.
 
     Args:
@@ -104,19 +109,19 @@ def variables_of_dtype(layout: Layout, dtype: str | None = None) -> Tree:
     )  # fmt: skip
 
 
-def check_variables(source: Source, layout: Layout) -> None:
+def check_variables(source: WeightSource, layout: Layout) -> None:
     """Raises UserError if the checkpoint's variables or their shapes differ from the model's.
 
     The model may lack the checkpoint's head for the second-next token: see `leaves_out_head`.
     """
     shapes = source.shapes()
     adapted = source.source if isinstance(source, NewHead) else source
-    if "base" in layout.model.shapes and isinstance(adapted, lora.Adapted):
+    if "base" in layout.model.shapes and isinstance(adapted, adapters.Adapted):
         adapted.check_config(layout.config)
     model = unadapted(layout.model.shapes)
     for kind in {**shapes, **model}:
         saved, wanted = paths(shapes.get(kind, {})), paths(model.get(kind, {}))
-        left_out = of_head(saved) - wanted.keys()
+        left_out = head_paths(saved) - wanted.keys()
         for path in sorted((saved.keys() ^ wanted.keys()) - left_out):
             what = f"{kind[:-1].replace('param', 'parameter')} {path}"
             if path in wanted:
@@ -136,28 +141,29 @@ def check_variables(source: Source, layout: Layout) -> None:
                 )
 
 
-def leaves_out_head(source: Source, layout: Layout) -> bool:
+def leaves_out_head(source: WeightSource, layout: Layout) -> bool:
     """Whether a checkpoint has a head for the second-next token, and the model, by mtp_depth=0, none."""
-    saved = of_head(paths(source.shapes()["params"]))
+    saved = head_paths(paths(source.shapes()["params"]))
     return bool(saved) and not layout.shape.mtp_layers
 
 
-def of_head(variables: dict) -> set[str]:
+def head_paths(variables: dict) -> set[str]:
     """The paths of a head for the second-next token."""
     return {path for path in variables if path.startswith(HEAD_PATH)}
 
 
 @dataclasses.dataclass(frozen=True)
 class NewHead:
-    """A Source in which some of a checkpoint's parameters are replaced by zeros of a new shape.
+    """A WeightSource in which some of a checkpoint's parameters are replaced by zeros of a new shape.
 
     A head of zeros gives all classes the same probability, and makes the first gradients of all
     other parameters zero.
     """
 
-    source: Source
+    source: WeightSource
     layout: Layout  # the new model's
     names: tuple[str, ...]  # paths of the head's parameters
+    files = ()
 
     @property
     def path(self) -> pathlib.Path:

@@ -6,7 +6,7 @@ from data import text as texts
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.runtime import flag
-from recipes.common.train import flags
+from recipes.common.train import training_flags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class Training(flags.Training):
+class Training(training_flags.Training):
     """Flags of the optimizer and the train step."""
 
     warmup_steps: int = flag(

@@ -15,7 +15,7 @@ from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.rules import Rules, used_axes
 from recipes.instruments.plan.search import meshes as meshes_of
 from recipes.instruments.prove.run import trace_loss
-from recipes.instruments.user_model import Subject, reason, with_rules
+from recipes.instruments.user_model import UserModel, reason, with_rules
 
 
 def check_loss(one: Layout, batch: Tree) -> None:
@@ -40,7 +40,7 @@ def check_loss(one: Layout, batch: Tree) -> None:
 
 
 def layouts(
-    subject: Subject, meshes: Sequence[Mesh], auto: bool = False
+    user_model: UserModel, meshes: Sequence[Mesh], auto: bool = False
 ) -> tuple[dict[tuple[str, str], Layout], dict[str, None]]:
     """All pairs that fit: (strategy, mesh) → layout; and why others don't, in order.
 
@@ -48,9 +48,9 @@ def layouts(
     axes are Auto instead of Explicit. Raises UserError if the rules don't suit the model, or no pair
     fits.
     """
-    model, strategies = with_rules(subject)
-    rows = len(jax.tree.leaves(subject.batch)[0])
-    seq_len = jax.tree.leaves(subject.batch)[0].shape[1] if model.names.positions else 0
+    model, strategies = with_rules(user_model)
+    rows = len(jax.tree.leaves(user_model.batch)[0])
+    seq_len = jax.tree.leaves(user_model.batch)[0].shape[1] if model.names.positions else 0
     pairs: dict[tuple[str, str], Layout] = {}
     left_out: dict[str, None] = {}
     for strategy, rules in strategies.items():
@@ -82,7 +82,7 @@ def layouts(
                 strategy,
                 fitting,
                 uneven,
-                subject.build,
+                user_model.build,
                 model,
                 rows,
                 seq_len,

@@ -216,9 +216,9 @@ def default_dtype(device: Any) -> str:
 def default_unroll(config: Any, device: Any) -> int:
     """Layers per iteration of the compiled loop.
 
-    On an H100, 124m takes two thirds of the time when all layers are unrolled: a loop stacks what
-    layers save, and copies it. Unrolled, XLA would merge recomputed operations with the first ones,
-    so models with remat keep the loop, as do deep ones, which would take minutes to compile.
+    GPUs are faster with all layers unrolled (recipes/instruments/results): a loop stacks what layers
+    save, and copies it. Unrolled, XLA would merge recomputed operations with the first ones, so models
+    with remat keep the loop, as do deep ones, which would take minutes to compile.
     """
     unrolls = device.platform == "gpu" and config.remat == "none" and config.unroll == 1
     return config.num_layers if unrolls and config.num_layers <= MOST_UNROLLED else config.unroll

@@ -31,7 +31,7 @@ from recipes.common.report.report import show_axis
 from recipes.common.sharding import Layout, Tree, abstract_model, paths, shardings
 from recipes.common.sharding.compiler_options import QUICK
 from recipes.common.train.feed import to_devices
-from recipes.instruments.prove.compare import ZERO_SHARE, difference, zeros
+from recipes.instruments.prove.comparison import ZERO_SHARE, difference, zeros
 from recipes.instruments.prove.run import trace_loss
 from recipes.instruments.prove.source import (
     COLLECTIVES,

@@ -1,0 +1,1 @@
+"""Distillation: a student's loss beside a frozen teacher, whose logits may be stored."""

@@ -1,0 +1,1 @@
+"""Generation: a cache, sampling, and weights stored in int8."""

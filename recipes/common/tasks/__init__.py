@@ -1,0 +1,1 @@
+"""Tasks other than text: classifying pictures, encoding texts, pictures found by captions."""

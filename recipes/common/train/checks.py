@@ -1,0 +1,76 @@
+"""What a train step needs of the mesh: kernels, heads, stages and memories that fit the flags."""
+
+from recipes.common.report import kernel
+from recipes.common.runtime import UserError, describe
+from recipes.common.sharding import Layout
+from recipes.common.sharding.rules import count_shards
+from recipes.common.train.offload import check_offload
+from recipes.common.train.training_flags import Optimization
+from zoo.parallel.pipeline import rounds
+
+
+def check_step(layout: Layout, training: Optimization) -> None:
+    """Raises UserError if a decoder can't be trained with these flags on the layout's mesh."""
+    kernel.check(layout)
+    check_heads(layout)
+    check_stages(layout, training.accumulate)
+    check_offload(layout, training.offload)
+
+
+def check_heads(layout: Layout) -> None:
+    """Raises UserError if --context=all-to-all has more shards than heads."""
+    heads, sizes = layout.config.num_heads, layout.mesh.shape
+    parts = count_shards(layout.rules, "heads", sizes) * layout.seq_shards
+    if layout.config.context == "all-to-all" and heads % parts:
+        raise UserError(
+            f"--context=all-to-all shares out {heads} heads over {parts} devices (rules "
+            f"{layout.strategy!r} on --mesh={describe(sizes)}); use --context=ring"
+        )
+
+
+def check_stages(layout: Layout, accumulate: int) -> None:
+    """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
+    config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)
+    wanted, period = config.pipe_microbatches, layout.shape.period
+    v, own_layers = rounds(config), layout.shape.stacked_layers // parts
+    if config.pipe_rounds not in (v, type(config).pipe_rounds):
+        raise UserError(
+            f"--pipe_rounds={config.pipe_rounds} is for --pipeline=interleaved, and not for "
+            f"{config.pipeline}; leave it out, or use --pipeline=interleaved"
+        )
+    if parts == 1:
+        if wanted:
+            raise UserError(
+                f"--pipe_microbatches={wanted} is for a pipeline, and rules {layout.strategy!r} on "
+                f"--mesh={mesh} have none; use --pipe_microbatches=0, or a mesh with `pipe`"
+            )
+        return
+    if layout.shape.mtp_layers:
+        raise UserError(
+            f"--mesh={mesh} has {parts} stages of layers, and mtp_depth=1 has a layer after the last "
+            "stage; use --mtp_depth=0, or a mesh without `pipe`"
+        )
+    each = config.num_layers // parts
+    if each % period:
+        fits = [n for n in range(1, parts) if config.num_layers % (n * period) == 0] or [1]
+        raise UserError(
+            f"--mesh={mesh} gives each of {parts} stages {each} layers, and a stage boundary would "
+            f"cut their period of {period}; use pipe={fits[-1]}"
+        )
+    periods = own_layers // period
+    if periods % v:
+        fits = max(n for n in range(1, v) if periods % n == 0)
+        use = f"--pipe_rounds={fits}" if fits > 1 else "--pipeline=1f1b"
+        raise UserError(
+            f"--pipe_rounds={v} does not divide the {own_layers} layers of each of {parts} "
+            f"stages{f' into periods of {period}' if period > 1 else ''}; use {use}"
+        )
+    rows = rows_of_a_device(layout, accumulate)
+    if wanted and rows % wanted:
+        raise UserError(
+            f"--pipe_microbatches={wanted} does not divide the {rows} rows of a device; use a divisor"
+        )
+
+
+def rows_of_a_device(layout: Layout, accumulate: int) -> int:
+    return layout.batch_size // accumulate // layout.batch_shards
