@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .parts.general_attention import GeneralAttention
+from .options.general_attention import GeneralAttention
 from .parts.classes import class_loss, dense, pool, unit
 from .options.compute_options import ComputeOptions
 from .core.decoder import Decoder

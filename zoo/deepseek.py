@@ -32,6 +32,7 @@ from .core.layers import (
     AttentionType, GatedMLP, RMSNorm, RopeScaling, add_output, multiply, sublayer_input,
 )  # fmt: skip
 from .options import dense_first, mtp
+from .options.cache import attend_absorbed
 from .options.rope_scaling import Yarn
 from .core.sharding import Rules, complete_tables, constrain, explicit, param
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
@@ -271,8 +272,6 @@ class LatentAttention(nnx.Module):
                 kind,
             )
         else:
-            from .options.cache import attend_absorbed
-
             out_BTNV = attend_absorbed(
                 self,
                 q_BTNH,

@@ -22,7 +22,7 @@ import math
 import jax
 from flax import nnx
 
-from .parts.general_attention import GeneralAttention
+from .options.general_attention import GeneralAttention
 from .options.compute_options import ComputeOptions
 from .core.decoder import Decoder
 from .core.config import factor

@@ -18,7 +18,7 @@ import functools
 import jax.numpy as jnp
 from flax import nnx
 
-from .parts.general_attention import GeneralAttention
+from .options.general_attention import GeneralAttention
 from .options.compute_options import ComputeOptions
 from .options.periods import scan_kinds
 from .core.decoder import Decoder

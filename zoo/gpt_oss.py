@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .parts.general_attention import GeneralAttention
+from .options.general_attention import GeneralAttention
 from .options.compute_options import ComputeOptions
 from .core.config import factor, one_of
 from .core.decoder import Decoder

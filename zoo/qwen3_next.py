@@ -18,7 +18,7 @@ from typing import Any
 
 from flax import nnx
 
-from .parts.general_attention import GeneralAttention
+from .options.general_attention import GeneralAttention
 from .options.compute_options import ComputeOptions
 from .core.config import bounded, one_of
 from .core.decoder import Decoder

@@ -76,7 +76,7 @@ FAULTS = {
         "layers/attention/q_norm", "forward", "shard_map",
     ),
     "a constraint on the wrong axis": (
-        "parts/general_attention", "q_BTNH = inputs.rotate(q_BTNH, kind)",
+        "options/general_attention", "q_BTNH = inputs.rotate(q_BTNH, kind)",
         "from ..core.layers import rotate\n"
         "        from ..core.sharding import per_device\n"
         "        wrong = (\"batch\", \"seq\", None, \"heads\")\n"

@@ -10,7 +10,7 @@ from flax import nnx
 
 from ..core.layers import RMSNorm
 from ..core.vocabulary import look_up
-from ..parts.general_attention import GeneralAttention
+from .general_attention import GeneralAttention
 from .compute_options import ComputeOptions
 from ..core.config import bounded, factor, one_of
 

@@ -14,7 +14,7 @@ from ..core.attention import make_inputs
 from ..options.compute_options import ComputeOptions
 from .gelu import GeluMLP
 from .norms import layer_norm
-from .general_attention import GeneralAttention
+from ..options.general_attention import GeneralAttention
 from ..core.layers import AttentionType, add_output
 from ..core.sharding import constrain
 from ..core.stack import stack
