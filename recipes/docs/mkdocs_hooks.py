@@ -26,11 +26,10 @@ from pygments.util import ClassNotFound
 
 from recipes.common.entries import ENTRIES
 from recipes.common.runtime import start
-from tests.support import proof
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOME = "recipes/docs/start.md"
-PROOF = proof.PAGE.relative_to(ROOT).as_posix()
+PROOF = "tests/PROOF.md"
 TABLES = "recipes/instruments/results/tables"  # index.csv says what each table is
 EXPLORER_MARK = "<!-- the explorer -->"
 EXPLORER_FRAME = (
@@ -102,7 +101,8 @@ def on_page_markdown(markdown: str, page, **_) -> str:
         page.meta["hide"] = ["navigation", "toc"]
         markdown = markdown.replace(EXPLORER_MARK, EXPLORER_FRAME)
     if page.file.src_uri == PROOF:
-        markdown = proof.complete_page()
+        program = runpy.run_path(str(ROOT / "tests" / "support" / "proof.py"))
+        markdown = program["complete_page"]()
     folder = ROOT / pathlib.Path(page.file.src_uri).parent
 
     def to_page(match: re.Match) -> str:

@@ -278,8 +278,8 @@ def test_the_site_builds_without_a_broken_link(tmp_path):
     assert "--steps=600" in (site / "reference" / "flags.html").read_text()
     assert "| qwen3_next | fsdp_cp |" not in (ROOT / "tests" / "PROOF.md").read_text()
     assert "<td>fsdp_cp</td>" in (site / "tests" / "PROOF.html").read_text(), "every pair"
-    table = site / "recipes" / "instruments" / "results" / "tables" / "gpu_steps.csv"
-    assert "<td>483,775</td>" in (table / "index.html").read_text()
+    tables = site / "recipes" / "instruments" / "results" / "tables"
+    assert "<td>483,775</td>" in (tables / "gpu_steps.csv.html").read_text()
     models = (site / "reference" / "models.html").read_text()
     assert all(f'id="zoo.{name}' in models for name in entries.ENTRIES)
 

@@ -166,7 +166,8 @@ def complete_page() -> str:
     }
     losses = {case: record["loss"] for case, record in differences.items()}
     gradients = {case: record["gradient"] for case, record in differences.items()}
-    summary, _ = page().split("The [site](")
+    _, text = page().split("-->\n", 1)
+    summary, _ = text.split("The [site](")
     return summary + DETAILS.format(
         loss_tolerance=_scientific(LOSS_TOLERANCE),
         gradient_tolerance=_scientific(GRADIENT_TOLERANCE),
