@@ -1,12 +1,14 @@
 """Builds the site from the pages where they are: mkdocs.yml names this file.
 
 Every page keeps its path in the repository, so that links between pages work here as on a code
-host. Files that pages link to become pages of their own, with an anchor for each line (#L12), and
-the explorer is written anew.
+host. Files that pages link to become pages of their own, with an anchor for each line (#L12); .csv
+files become tables. The explorer, the flags and the complete proof are made here, not kept in git.
 """
 
 import contextlib
+import csv
 import functools
+import html
 import io
 import pathlib
 import re
@@ -23,9 +25,12 @@ from pygments.lexers import get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 from recipes.common.entries import ENTRIES
+from recipes.common.runtime import start
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOME = "recipes/docs/start.md"
+PROOF = "tests/PROOF.md"
+TABLES = "recipes/instruments/results/tables"  # index.csv says what each table is
 EXPLORER_MARK = "<!-- the explorer -->"
 EXPLORER_FRAME = (
     '<iframe src="explorer.html" title="The explorer" loading="lazy" '
@@ -71,6 +76,8 @@ def on_files(files: Files, config) -> Files:
             continue
         if pathlib.Path(path).suffix in COPIED:
             site.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
+        elif path.endswith(".csv"):
+            site.append(File.generated(config, f"{path}.md", content=table_page(path)))
         elif source := highlighted(path):
             page = File.generated(config, f"{path}.md", content=SOURCE_PAGE.format(path))
             SOURCES[page.src_uri] = source
@@ -93,6 +100,9 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     if page.file.src_uri == HOME:
         page.meta["hide"] = ["navigation", "toc"]
         markdown = markdown.replace(EXPLORER_MARK, EXPLORER_FRAME)
+    if page.file.src_uri == PROOF:
+        program = runpy.run_path(str(ROOT / "tests" / "support" / "proof.py"))
+        markdown = program["complete_page"]()
     folder = ROOT / pathlib.Path(page.file.src_uri).parent
 
     def to_page(match: re.Match) -> str:
@@ -125,6 +135,26 @@ def highlighted(path: str) -> str:
     return re.sub(r'id="L-(\d+)"', r'id="L\1"', html)
 
 
+def table_page(path: str) -> str:
+    """A page with a table, and what it says of itself in index.csv beside it."""
+    rows = read_table(path)
+    cells = [[html.escape(cell) for cell in row] for row in rows]
+    lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in cells[1:]]
+    head = "".join(f"<th>{cell}</th>" for cell in cells[0])
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    about = {name: rest for name, *rest in read_table(f"{TABLES}/index.csv")}
+    what, command = about.get(pathlib.Path(path).stem, (pathlib.Path(path).stem, ""))
+    title, _, conditions = what.partition(". ")
+    shown = f"```sh\n{command}\n```\n\n" if command else ""
+    return f"# {title}\n\n{conditions}\n\n{shown}<table><tr>{head}</tr>{body}</table>\n"
+
+
+@functools.cache
+def read_table(path: str) -> list[list[str]]:
+    with (ROOT / path).open(newline="") as file:
+        return list(csv.reader(file))
+
+
 @functools.cache
 def flags() -> str:
     """A page with the flags of every command."""
@@ -144,6 +174,20 @@ def print_flags() -> None:
                 runpy.run_module(f"recipes.{name}", run_name="__main__", alter_sys=True)
             title = " ".join((f"recipes.{name}", *argv))
             print(f"\n## {title}\n\n```text\n{shown.getvalue().rstrip()}\n```")
+            if name in ENTRIES:
+                print(f"\nA resumed run must have the same {', '.join(fixed_flags(name))}.")
+
+
+def fixed_flags(recipe: str) -> list[str]:
+    """The flags of a training recipe that may not change when its run resumes."""
+    groups = []
+    begin, start.start = start.start, lambda main, *given, **_: groups.extend(given)
+    try:
+        runpy.run_module(f"recipes.{recipe}", run_name="__main__")
+    finally:
+        start.start = begin
+    fields = [field for group in groups for field in group.__dataclass_fields__.values()]
+    return [f"`--{field.name}`" for field in fields if not field.metadata["may_change"]]
 
 
 @functools.cache

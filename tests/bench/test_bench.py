@@ -376,7 +376,7 @@ OF_TODAY = [  # policy, chips, GB, within, kernel
 SUM = 2 * 128_256 * 4_096  # bytes more, if no devices share the table
 
 # Peaks of the compiled step (jax 0.10.2, libtpu 0.0.42.1) by XLA's attention, 4,096 tokens per chip: the smallest and the
-# largest of all kinds. Three, on 256 chips, are more than 5% off: see recipes/instruments/results/compiled.md.
+# largest of all kinds. Three, on 256 chips, are more than 5% off: see recipes/instruments/results/tpu.md.
 COMPILED = [  # policy, chips, GB, within
     ("full", 16, 13.2, 0.02),  # v5e
     ("full", 16, 13.9, 0.04),  # v5p

@@ -428,6 +428,20 @@ def test_pointing_at_a_device_lights_its_parts_on_both_sides(browse):
     assert second == [["5"], ["1", "5"], ["1 5"]]
 
 
+@needs_browser
+def test_no_arrow_crosses_a_label(browse):
+    """Between any two of 32 devices in four rows; the end of an arrow touches its own cell's edge."""
+    expression = """(() => { const centers = [...Array(32).keys()].map((i) => [(i % 8) + 0.5, Math.floor(i / 8) + 0.5]), crossed = [];
+      const inside = ([x, y]) => Math.hypot(x % 1 - 0.5, y % 1 - 0.5) < 0.35 && x > 0 && y > 0 && x < 8 && y < 4;
+      centers.forEach((from, i) => centers.forEach((to, j) => { if (i === j) return;
+        const corners = route(from, to, j < i);
+        corners.slice(1).forEach(([x, y], k) => { for (let t = 0; t <= 1; t += 0.01) {
+          const [u, v] = corners[k];
+          if (inside([u + (x - u) * t, v + (y - v) * t])) { crossed.push([i, j]); break; } } }); }));
+      return crossed; })()"""
+    assert browse(page(), expression) == []
+
+
 @pytest.mark.full
 @needs_browser
 @pytest.mark.parametrize("width", [360, 768, 1600])

@@ -1,6 +1,7 @@
 """recipes.plan and --plan: every mesh that works, figures near the compiler's, answers in sentences."""
 
 import collections
+import csv
 import dataclasses
 import html
 import html.parser
@@ -568,10 +569,15 @@ def test_heads_fill_a_matrix_unit():
     assert least("v6e") == pytest.approx(2 * least("v5p"))
 
 
-def test_the_page_has_the_factors():
-    text = (ROOT / "recipes" / "instruments" / "results" / "planner.md").read_text()
-    rows = re.findall(r"^\| factors of (\w+) \| \|(.*)\| \|$", text, re.MULTILINE)
-    assert {kind: tuple(map(float, row.split("|"))) for kind, row in rows} == {
+def result_rows(name: str) -> list[list[str]]:
+    """The rows of a table of results, without the heading."""
+    folder = ROOT / "recipes" / "instruments" / "results" / "tables"
+    return list(csv.reader((folder / f"{name}.csv").read_text().splitlines()))[1:]
+
+
+def test_the_table_of_results_has_the_factors():
+    rows = [row for row in result_rows("planner_cycles") if row[0].startswith("factors of ")]
+    assert {row[0].split()[-1]: tuple(map(float, row[2:-1])) for row in rows} == {
         kind: factors[:-1]
         for kind, factors in FACTORS.items()  # without `fill`
     }
@@ -892,12 +898,11 @@ def test_the_page_is_in_the_order_of_times_and_explains_ties():
 
 
 def test_times_say_how_far_published_runs_are_from_them():
-    """The least and most of the columns in results/planner.md."""
-    text = (ROOT / "recipes" / "instruments" / "results" / "planner.md").read_text()
-    tables = text.partition("| times the published |")[2]
+    """The least and most of the last columns of the tables of published runs."""
     ratios = {"tpu": [], "gpu": []}
-    for row in re.findall(r"^\|(.*\d\]\[\w+\].*)\|$", tables, re.MULTILINE):
-        ratios["gpu" if re.search("H[12]00", row) else "tpu"].append(float(row.split("|")[-1]))
+    for row in result_rows("planner_published") + result_rows("planner_torchtitan"):
+        on_gpus = re.search("H[12]00|the same on", row[0])
+        ratios["gpu" if on_gpus else "tpu"].append(float(row[-1]))
     assert {kind: (min(x), max(x)) for kind, x in ratios.items()} == answer.PUBLISHED
     line = (
         "Times follow the compiler's cycles: published runs on TPUs take 0.9 to 1.3 times as long"

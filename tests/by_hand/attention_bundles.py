@@ -1,4 +1,4 @@
-"""Bundles of splash attention's kernels by blocks, for the table of recipes/instruments/results/cycles.md.
+"""Bundles of splash attention's kernels by blocks, for a table of recipes/instruments/results.
 
     python -m tests.by_hand.attention_bundles v5p 128 512x512x512 1024x1024x512 1024x1024x512+fused
 

@@ -1,4 +1,4 @@
-"""Dropless experts on CPUs by groups and by batches, for recipes/instruments/results/cycles.md.
+"""Dropless experts on CPUs by groups and by batches, for a table of recipes/instruments/results.
 
     python -m tests.by_hand.expert_batches
 

@@ -1,4 +1,4 @@
-"""Grouped matmuls by the TPU compiler, for the table of recipes/instruments/results/cycles.md.
+"""Grouped matmuls by the TPU compiler, for a table of recipes/instruments/results.
 
     python -m tests.by_hand.grouped_matmuls v5p 16 65536 2048 768
 

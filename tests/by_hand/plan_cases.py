@@ -42,7 +42,7 @@ EXPERTS = [
     ("fsdp_ep_cp", "data=2,seq=2,expert=4"),
     ("fsdp_ep_pp", "data=2,pipe=2,expert=4"),
 ]
-# Compiled until they were scheduled: recipes/instruments/results/experts.md.
+# Compiled until they were scheduled: recipes/instruments/results/tpu.md.
 DROPLESS = [
     *(Case(entry, size, "v5p:16", "fsdp_ep", "data=2,expert=8", 8_192, layers=4, dropless=True)
       for entry, size in (("moe", "mixtral_8x7b"), ("moe", "qwen3_30b_a3b"),

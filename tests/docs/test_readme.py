@@ -1,6 +1,7 @@
 """The READMEs are true: commands parse, code runs, links resolve, tables match the code."""
 
 import ast
+import csv
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ import pathlib
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -35,12 +37,13 @@ from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
 from zoo import deepseek
 from zoo import llama_relatives as transformer
+from zoo.core import strategies
 from zoo.core.strategies import DECODER
 
 pytestmark = pytest.mark.promise("readmes")
 
 FRONT, ZOO, RECIPES = "README.md", "zoo/README.md", "recipes/README.md"
-BENCH, TESTS = "recipes/instruments/bench/README.md", "tests/README.md"
+TABLES = ROOT / "recipes" / "instruments" / "results" / "tables"
 FOLDERS = (
     ".",
     "data",
@@ -84,6 +87,11 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[head, *rows] for head, _, *rows in split]
 
 
+def read_table(name: str) -> list[list[str]]:
+    """A table of results; its first row is the heading."""
+    return list(csv.reader((TABLES / f"{name}.csv").read_text().splitlines()))
+
+
 def test_the_index_of_recipes_links_every_page():
     assert PAGES
     for page in PAGES:
@@ -113,20 +121,26 @@ MODULES = commands(r"python -m ((?:recipes|tests)\.[^\n`#&|]+)")
 INCOMPLETE = {"recipes.hf", "recipes.bench"}  # a word is missing: mentioned, not to be run
 
 
-@pytest.mark.parametrize("command", [c for c in MODULES if c.startswith("recipes.")])
-def test_commands_parse(command, monkeypatch):
-    if command in INCOMPLETE or "WORD" in command:
-        return
-    module, *argv = shlex.split(command)
-    parsed = []
-    monkeypatch.setattr(sys, "argv", [module, *argv])
+def test_commands_parse(monkeypatch):
+    parsed, failures = [], []
     monkeypatch.setattr(
         start, "start", lambda main, *groups, **_: parsed.extend(flags.parse(sys.argv[1:], *groups))
     )
-    for imported in (module, f"{module}.__main__"):  # runpy warns of what is imported
-        monkeypatch.delitem(sys.modules, imported, raising=False)
-    runpy.run_module(module, run_name="__main__")
-    assert parsed
+    for command in MODULES:
+        module, *argv = shlex.split(command)
+        if not module.startswith("recipes.") or command in INCOMPLETE or "WORD" in command:
+            continue
+        parsed.clear()
+        monkeypatch.setattr(sys, "argv", [module, *argv])
+        for imported in (module, f"{module}.__main__"):  # runpy warns of what is imported
+            monkeypatch.delitem(sys.modules, imported, raising=False)
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except (Exception, SystemExit) as error:
+            failures.append((command, error))
+        else:
+            failures += [] if parsed else [(command, "no flags")]
+    assert not failures
 
 
 def test_commands_of_the_tests_name_files_and_options_that_exist(request):
@@ -146,37 +160,11 @@ def test_the_test_command_is_what_ci_runs():
     assert "<!-- test command -->" in (ROOT / ".ci" / "run").read_text()
 
 
-# The entries that the front page lists.
-LISTED = re.findall(r"\(zoo/(\w+)\.py\)", section("The zoo"))
-
-
-@pytest.mark.parametrize("entry", LISTED)
-def test_flags_are_listed_with_their_group_and_default(entry, monkeypatch):
-    groups = []
-    monkeypatch.setattr(start, "start", lambda main, *given, **_: groups.extend(given))
-    monkeypatch.delitem(sys.modules, f"recipes.{entry}", raising=False)
-    runpy.run_module(f"recipes.{entry}", run_name="__main__")
-    model = entries.ENTRIES[entry].model
-    kinds = {"data.text": {"language models", "decoders"}, "data.masked": {"language models"}}
-    listed = {}
-    for head, *rows in tables(READMES["recipes/docs/flags.md"]):
-        for names, default, meaning in rows:
-            of = re.search(r"\(([^()]+)\)$", meaning)
-            models = {e.model for e in entries.ENTRIES.values()} | kinds["data.text"]
-            ours = {model} | kinds.get(entries.ENTRIES[entry].data, set())
-            if of and models & (named := set(of[1].split(", "))) and not ours & named:
-                continue
-            for name in re.findall(r"`--(\w+)`", names):
-                listed[name] = (head[0], "†" in names, default)
-    fields = {field: group for group in groups for field in vars(group)}
-    assert listed.keys() == fields.keys()
-    for name, group in fields.items():
-        heading, may_change, default = listed[name]
-        about = group.__dataclass_fields__[name].metadata
-        assert (heading, may_change) == (about["group"], about["may_change"]), name
-        value = getattr(group, name)
-        if value not in ("", 0, -1, ()):  # else the cell says what they stand for
-            assert str(value).lower() in default, name
+# Entry → its row of the table of sizes: recipe and sizes.
+LISTED = {
+    re.search(r"\((\w+)\.py\)", entry)[1]: rest
+    for entry, *rest in tables(section("Sizes", ZOO))[0][1:]
+}
 
 
 # ---- what is shown -------------------------------------------------------------------------------
@@ -213,28 +201,32 @@ def test_a_long_row_is_reported_as_is_printed():
 
 def test_meshes_that_are_compared_hold_what_the_table_says():
     """The columns that no compiler changes; `python -m recipes.meshes` makes the others."""
-    rows, splits_rows = [], ("data=2,seq=4", "data=1,seq=8", "data=2,seq=2,model=2")
-    in_stages = ("data=2,pipe=4", "data=4,pipe=2", "data=2,pipe=2,model=2")
-    for command, compared in {
-        "python -m recipes.meshes": ("8x1", "4x2", "2x4", "1x8", "2x2x2"),
-        f'python -m recipes.meshes "--meshes={";".join(splits_rows)}"': splits_rows,
-        f'python -m recipes.meshes "--meshes={";".join(in_stages)}"': in_stages,
-    }.items():
-        ((_, *shown),) = tables(block(f"output: {command}"))
-        assert {row[1] for row in shown} == set(compared)
-        rows += shown
+    _, *rows = read_table("meshes")
     assert {row[0] for row in rows} == set(transformer.RULES)
+    failures = []
     for strategy, mesh, params, optimizer, *_ in rows:
         _, state = default_run(strategy, mesh)
         held = [report.size(report.bytes_per_device(state[k])) for k in ("params", "opt_state")]
-        assert [params, optimizer] == held, (strategy, mesh)
+        failures += [] if [params, optimizer] == held else [(strategy, mesh, held)]
+    assert not failures
+
+
+def test_every_table_of_results_is_described_and_linked():
+    """Rows as long as their heading; index.csv names each table, and a page of results links it."""
+    pages = "".join(READMES[page] for page in READMES if "/results/" in page)
+    named = [row[0] for row in read_table("index")][1:]
+    assert sorted(named) == sorted(
+        path.stem for path in TABLES.glob("*.csv") if path.stem != "index"
+    )
+    failures = [name for name in named if f"](tables/{name}.csv)" not in pages]
+    for path in TABLES.glob("*.csv"):
+        failures += [path.name] if len({len(row) for row in read_table(path.stem)}) > 1 else []
+    assert not failures
 
 
 def test_the_guide_to_meshes_has_numbers_of_the_whole_comparison():
-    every = [
-        row for _, *rows in tables(READMES["recipes/instruments/results/meshes.md"]) for row in rows
-    ]
-    sent = {(strategy, mesh): more[4] for strategy, mesh, *more in every}  # its all-reduces
+    _, *rows = read_table("meshes")
+    sent = {(strategy, mesh): more[4] for strategy, mesh, *more in rows}  # its all-reduces
     guide = READMES["recipes/docs/meshes.md"].replace("\n ", "")
     shown = re.search(r"`tp` on 1x8 sends ([\d.]+ MB) a step and `dp` on 8x1 ([\d.]+ MB)", guide)
     assert [*shown.groups()] == [
@@ -250,6 +242,17 @@ def test_the_front_page_has_the_proof_s_numbers():
     ).groups()
     for number in (f"[{pairs} pairs", f"at most {loss}", f"gradients by {gradient}"):
         assert number in proven.replace("\n  ", " "), number
+
+
+def test_the_front_page_shows_lines_of_the_zoo():
+    weights, shown = block("code: zoo").split("\n\n")
+    code = "".join(path.read_text() for path in sorted((ROOT / "zoo").rglob("*.py")))
+    assert [line for line in weights.splitlines() if line not in code] == []
+    *parallelisms, rules = shown.splitlines()
+    values = {}
+    exec("\n".join(parallelisms), values)
+    assert all(values[name] == getattr(strategies, name) for name in ("DP", "FSDP", "TP"))
+    assert re.search(r"\{(.+), …", rules)[1] in code
 
 
 def test_the_site_lists_every_page():
@@ -273,30 +276,28 @@ def test_the_site_builds_without_a_broken_link(tmp_path):
     assert (site / "explorer.html").stat().st_size > 100_000
     assert 'id="L100"' in (site / "zoo" / "transformer.py" / "index.html").read_text()
     assert "make_mesh" in (site / "recipes" / "tour.html").read_text()
+    assert "--steps=600" in (site / "reference" / "flags.html").read_text()
+    assert "| qwen3_next | fsdp_cp |" not in (ROOT / "tests" / "PROOF.md").read_text()
+    assert "<td>fsdp_cp</td>" in (site / "tests" / "PROOF.html").read_text(), "every pair"
+    tables = site / "recipes" / "instruments" / "results" / "tables"
+    assert "<td>483,775</td>" in (tables / "gpu_steps.csv.html").read_text()
     models = (site / "reference" / "models.html").read_text()
     assert all(f'id="zoo.{name}' in models for name in entries.ENTRIES)
 
 
 def test_the_zoo_lists_sizes_and_strategies():
-    lines = section("The zoo").splitlines()
-    for name in LISTED:
-        line = next(line for line in lines if f"(zoo/{name}.py)" in line)
-        assert f"`python -m recipes.{name} --mesh=" in line
-        zoo, model = entries.zoo_file(name), entries.model(name)
-        sizes = entries.sizes(name)
-        shown = [size.split() for size in line.split("|")[3].split(", ")]
-        assert {size for size, *_ in shown} <= {*sizes}
-        assert len(shown) <= 5, "a beginner needs no more"
-        for size, *count in shown[:2]:
+    assert {*LISTED} == {*entries.ENTRIES}
+    for name, (recipe, sizes_cell) in LISTED.items():
+        assert re.fullmatch(rf"`python -m recipes\.{name} --mesh=\S+`", recipe)
+        zoo, model, sizes = entries.zoo_file(name), entries.model(name), entries.sizes(name)
+        shown = [size.replace("`", "").split() for size in sizes_cell.split(", ")]
+        assert [size for size, *_ in shown] == [*sizes]
+        for size, parameters in shown[:2]:
             config = sizes[size]
             shapes = nnx.eval_shape(lambda m=model, c=config: m(c(), rngs=nnx.Rngs(0)))
-            (parameters,) = count
             leaves = jax.tree.leaves(nnx.state(shapes, nnx.Param))
             assert parameters == f"{sum(leaf.size for leaf in leaves):,}"
-        (row,) = (
-            x for table in tables(section("Sizes", ZOO)) for x in table if x[0] == model.__name__
-        )
-        assert row[1].replace("`", "").split(", ") == [*sizes]
+        assert f"](zoo/{name}.py)" in READMES[FRONT]
         assert all(f"`{strategy}`" in section("Strategies", ZOO) for strategy in zoo.RULES)
 
 
@@ -334,12 +335,18 @@ def shown(monkeypatch, tmp_path, capfd):
     return execute
 
 
-def run_beside_a_copy(folder: pathlib.Path, code: str) -> list[str]:
-    """The lines that README.md's commands and then `code` print, and nothing of ours is imported."""
-    (command,) = re.findall(r"^mkdir mine .+$", READMES[FRONT], re.M)
-    (folder / "zoo").symlink_to(ROOT / "zoo")
+def copy_as_shown(folder: pathlib.Path) -> None:
+    """Runs README.md's command in a folder that has the zoo, which then goes."""
+    (command,) = re.findall(r"^cp -r zoo .+$", READMES[FRONT], re.M)
+    ignored = shutil.ignore_patterns("checkpoints", "pictures", "__pycache__")
+    shutil.copytree(ROOT / "zoo", folder / "zoo", ignore=ignored)
     subprocess.run(command, shell=True, cwd=folder, check=True)
-    (folder / "zoo").unlink()
+    shutil.rmtree(folder / "zoo")
+
+
+def run_beside_a_copy(folder: pathlib.Path, code: str) -> list[str]:
+    """The lines that `code` prints beside a copy, and nothing of ours is imported."""
+    copy_as_shown(folder)
     code += 'import sys\nassert not {"zoo", "recipes", "data"} & set(sys.modules)\n'
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -380,10 +387,7 @@ assert train_step._cache_size() == 1, "it is compiled once"
 def test_a_copy_is_described_as_shown(tmp_path):
     code = block("python: copy").replace("range(20)", "range(1)")
     code += textwrap.indent(block("python: describe"), "    ")
-    (command,) = re.findall(r"^mkdir mine .+$", READMES[FRONT], re.M)
-    (tmp_path / "zoo").symlink_to(ROOT / "zoo")
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
-    (tmp_path / "zoo").unlink()
+    copy_as_shown(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS},
@@ -427,7 +431,7 @@ def test_the_loop_that_is_shown_moves_buffers_as_the_recipe_does(tmp_path, quick
     layout = make_layout(deepseek.DeepSeek, config, make_mesh("4x2"), "fsdp_tp", batch_size=16)
     optimizer = optax.adamw(3e-3)
     step = TrainStep(layout, optimizer, LearningRate(3e-3, 0, 10))
-    text = np.fromfile(ROOT / "zoo" / "attention.py", np.uint8).astype(np.int32)
+    text = np.fromfile(ROOT / "zoo" / "core" / "attention.py", np.uint8).astype(np.int32)
     state = initialize(layout, optimizer, 0, step.abstract_state())
     row = np.zeros(64, np.int32)
     compiled = step.lower(step.abstract_state(), {"tokens": row, "targets": row}).compile()
@@ -512,13 +516,17 @@ def test_a_published_model_prints_what_is_shown(module, inside, monkeypatch):
 IDEAS = [row for table in tables(READMES["recipes/docs/guides.md"]) for row in table[1:]]
 
 
-@pytest.mark.parametrize("row", IDEAS, ids=lambda row: row[0][:40])
-def test_what_the_guides_ask_for_is_where_the_table_says(row):
-    found = re.findall(r"([\w/]+\.py): ((?:`[^`]+`(?:, )?)+)", row[-1])
-    assert found or "Choose a mesh" in row[-1] or "not needed" in row[-1]
-    for path, fragments in found:
-        for fragment in re.findall("`([^`]+)`", fragments):
-            assert fragment in (ROOT / path).read_text(), (path, fragment)
+def test_what_the_guides_ask_for_is_where_the_table_says():
+    failures = []
+    for *_, answer in IDEAS:
+        found = re.findall(r"([\w/]+\.py): ((?:`[^`]+`(?:, )?)+)", answer)
+        if not found and "Choose a mesh" not in answer and "not needed" not in answer:
+            failures.append(answer)
+        for path, fragments in found:
+            for fragment in re.findall("`([^`]+)`", fragments):
+                if fragment not in (ROOT / path).read_text():
+                    failures.append((path, fragment))
+    assert not failures
 
 
 def anchors(path: pathlib.Path) -> set[str]:
@@ -526,24 +534,29 @@ def anchors(path: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_links_resolve(readme):
-    text, folder = READMES[readme], (ROOT / readme).parent
-    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
-    for link in links:
-        if link.startswith("https://"):
-            continue  # tests use no network
-        path, _, anchor = link.partition("#")
-        target = folder / path if path else ROOT / readme
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+def test_links_resolve():
+    failures = []
+    for readme, text in READMES.items():
+        folder = (ROOT / readme).parent
+        links = re.findall(r"\]\(([^)]+)\)", text)
+        for link in links + re.findall(r'(?:src|srcset)="([^"]+)"', text):
+            if link.startswith("https://"):
+                continue  # tests use no network
+            path, _, anchor = link.partition("#")
+            target = folder / path if path else ROOT / readme
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                failures.append((readme, link))
+    assert not failures
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_files_that_are_named_exist(readme):
-    for path in re.findall(r"(?:zoo|recipes|data|tests)/[\w/]+\.py\b", READMES[readme]):
-        known = (ROOT / path).exists() or (ROOT / readme).parent.joinpath(path).exists()
-        assert "/NAME.py" in path or "/SOURCE.py" in path or known, path
+def test_files_that_are_named_exist():
+    failures = []
+    for readme, text in READMES.items():
+        for path in re.findall(r"(?:zoo|recipes|data|tests)/[\w/]+\.py\b", text):
+            known = (ROOT / path).exists() or (ROOT / readme).parent.joinpath(path).exists()
+            if not known and "/NAME.py" not in path and "/SOURCE.py" not in path:
+                failures.append((readme, path))
+    assert not failures
 
 
 def test_the_licence_is_named_everywhere():

@@ -171,7 +171,7 @@ def test_a_generator_has_the_log_probabilities_of_training(training, generating)
 
 
 def table() -> str:
-    """The table in recipes/docs/preferences.md."""
+    """The differences of all pairs."""
     lines = [f"| training \\ generating | {' | '.join(f'`{x}`' for x in GENERATES)} |"]
     lines += ["|---|" + "---:|" * len(GENERATES)]
     for training in LAYOUTS:

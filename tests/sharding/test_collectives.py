@@ -4,7 +4,7 @@ The textbook counts array elements that a device receives: `dp` all-reduces each
 `fsdp` all-gathers weights (again for the backward pass where a layer is rematerialised) and
 reduce-scatters gradients; `tp` all-reduces activations. XLA's CPU backend makes reduce-scatters of
 those in shard_map alone, which are gradients of experts; of others it makes an all-reduce and a slice.
-TPUs have one (recipes/instruments/bench/README.md).
+TPUs have one (recipes/instruments/results/tpu.md).
 """
 
 import dataclasses

@@ -1,10 +1,11 @@
-"""The page of the proof that every mesh trains the same model, tests/PROOF.md.
+"""The page of the proof that every mesh trains the same model, from measurements in tests/golden.
 
-The page is made from measurements in tests/golden. `pytest --release tests/sharding --update-golden`
-measures again and rewrites both.
+tests/PROOF.md has a row for each entry; the site shows the complete page in its place. `pytest --release
+tests/sharding --update-golden` measures again, and `python -m tests.support.proof` writes the page.
 """
 
 import json
+import pathlib
 from collections.abc import Callable
 
 from recipes.common.report.report import size
@@ -13,15 +14,15 @@ from recipes.instruments.prove.comparison import (
     LOSS_TOLERANCE,
     STATE_TOLERANCE,
 )
-from tests.conftest import ROOT
 
+ROOT = pathlib.Path(__file__).parents[2]  # building the site needs no pytest, so no conftest.py
 DIFFERENCES = "mesh_differences.json"  # under golden/
 BYTES = "mesh_bytes.json"
 STATES = "optimizer_differences.json"
 PRECISION = "precision.json"
 PAGE = ROOT / "tests" / "PROOF.md"
 
-PROSE = """\
+SUMMARY = """\
 <!-- Written by tests/support/proof.py from tests/golden: pytest --release tests/sharding --update-golden -->
 # The proof: every mesh trains the same model
 
@@ -29,12 +30,12 @@ PROSE = """\
 loss, {gradient} of a gradient. Bytes sent: exactly the textbook's in {exact} pairs, at most {ratio} times
 the textbook's in the other {others}.**
 
-Each [zoo entry](../README.md#the-zoo) (its `tiny` size, in float32) trains for five AdamW steps of 24 rows
+Each [zoo entry](../zoo/README.md#sizes) (its `tiny` size, in float32) trains for five AdamW steps of 24 rows
 on every mesh, under every strategy that fits the mesh, with the same seed and data as on one device. A CPU
 simulates the eight devices. The [tests](sharding) assert that
 
-- the whole initial state, optimizer state included, is bit-equal to that of one device (the entries from
-  gpt2 on are initialized on 4x2, 1x8, 2x2x2 and data=2,expert=4 alone);
+- the whole initial state, optimizer state included, is bit-equal to that of one device (entries from gpt2 on:
+  on 4x2, 1x8, 2x2x2 and data=2,expert=4 only);
 - at each of the five steps, the loss is within {loss_tolerance} of one device's (relative);
 - at each of the five steps, the gradient g of every parameter has |g − g₁| / |g₁| < {gradient_tolerance},
   where g₁ is one device's gradient and |·| the Euclidean norm (where g₁ is zero but for rounding, the
@@ -44,22 +45,15 @@ simulates the eight devices. The [tests](sharding) assert that
 
 "One device" is the entry's first strategy on 1x1. That run is itself compared with the plain module, without
 any mesh. Differences are not zero because each compiled program adds the same float32 numbers in another
-order.
+order, and their last digits depend on the CPU: tests assert the tolerances, and the bytes exactly.
 
-To repeat it, without any accelerator:
+The largest figures of each entry; bfloat16 has the largest ratio of a gradient's error to one device's error:
 
-```sh
-pytest --release tests/sharding                   # asserts all of the above
-pytest --release tests/sharding --update-golden   # also measures again and rewrites this page
-```
+{entry_table}
+The [site](../CONTRIBUTING.md#the-site) shows every pair here.
+"""
 
-The last bits depend on the CPU, so the tests assert the tolerances, not the differences below. They assert
-the bytes exactly.
-
-`4x2` is a mesh of `data` × `model`, and `2x2x2` one of `data` × `fsdp` × `model`.
-[zoo/README.md](../zoo/README.md#strategies) explains the strategies. A dash marks a pair that does not
-fit: the mesh lacks an axis that the strategy uses, or has an `expert` axis that the strategy does not use.
-
+DETAILS = """\
 ## Loss
 
 The largest relative difference from one device in five steps. The tolerance is {loss_tolerance}.
@@ -130,7 +124,7 @@ an array once.
 
 Ratios above 1 come from that compiler too. Where matmuls read the same input (q, k and v; gate and up), it
 all-reduces their gradients of that input one by one; Megatron adds them first and all-reduces the sum. The
-TPU compiler adds them first: [its programs](../recipes/instruments/results/compiled.md#bytes-sent-per-step) exceed the textbook
+TPU compiler adds them first: [its programs](../recipes/instruments/results/tpu.md#bytes-sent-per-step) exceed the textbook
 mostly by what remat repeats, by replicas' gradients, and on 64 chips and more by gradients that it sums whole.
 
 {bytes_table}"""
@@ -147,7 +141,27 @@ TOLERANCES_OF_STATES = {
 
 
 def page() -> str:
-    """The text of tests/PROOF.md."""
+    """The text of tests/PROOF.md, which git keeps."""
+    differences, sent = _golden(DIFFERENCES), _golden(BYTES)
+    ratios = [record["sent"] / record["textbook"] for record in sent.values() if record["textbook"]]
+    others = sum(ratio != 1 for ratio in ratios)
+    return SUMMARY.format(
+        pairs=len(differences),
+        entries=len({entry for entry, _, _ in differences}),
+        loss=_scientific(max(record["loss"] for record in differences.values())),
+        gradient=_scientific(max(record["gradient"] for record in differences.values())),
+        exact=len(sent) - others,
+        others=others,
+        ratio=f"{max(ratios):.2f}",
+        loss_tolerance=_scientific(LOSS_TOLERANCE),
+        gradient_tolerance=_scientific(GRADIENT_TOLERANCE),
+        state_tolerance=_scientific(STATE_TOLERANCE),
+        entry_table=_entry_table(),
+    )
+
+
+def complete_page() -> str:
+    """The page with every pair."""
     differences, sent = _golden(DIFFERENCES), _golden(BYTES)
     states = {
         (entry, f"{strategy} on {mesh}", optimizer): relative
@@ -156,16 +170,9 @@ def page() -> str:
     }
     losses = {case: record["loss"] for case, record in differences.items()}
     gradients = {case: record["gradient"] for case, record in differences.items()}
-    ratios = [record["sent"] / record["textbook"] for record in sent.values() if record["textbook"]]
-    others = sum(ratio != 1 for ratio in ratios)
-    return PROSE.format(
-        pairs=len(differences),
-        entries=len({entry for entry, _, _ in differences}),
-        loss=_scientific(max(losses.values())),
-        gradient=_scientific(max(gradients.values())),
-        exact=len(sent) - others,
-        others=others,
-        ratio=f"{max(ratios):.2f}",
+    _, text = page().split("-->\n", 1)
+    summary, _ = text.split("The [site](")
+    return summary + DETAILS.format(
         loss_tolerance=_scientific(LOSS_TOLERANCE),
         gradient_tolerance=_scientific(GRADIENT_TOLERANCE),
         state_tolerance=_scientific(STATE_TOLERANCE),
@@ -176,6 +183,34 @@ def page() -> str:
         gradient_table=_table(gradients, _scientific),
         bytes_table=_table(sent, _over_textbook),
     )
+
+
+def _entry_table() -> str:
+    differences, sent, precision = _golden(DIFFERENCES), _golden(BYTES), _golden(PRECISION)
+    head = ["entry", "strategies", "meshes", "pairs", "loss", "gradient", "bfloat16"]
+    head += ["sent / textbook"]
+    lines = head, ["---", *["---:"] * (len(head) - 1)]
+    for entry in dict.fromkeys(case[0] for case in differences):
+        cases = [case for case in differences if case[0] == entry]
+        rounded = [record["ratio"] for case, record in precision.items() if case[0] == entry]
+        over = [
+            record["sent"] / record["textbook"]
+            for case, record in sent.items()
+            if case[0] == entry and record["textbook"]
+        ]
+        lines += (
+            [
+                entry,
+                len({case[1] for case in cases}),
+                len({case[2] for case in cases}),
+                len(cases),
+                _scientific(max(differences[case]["loss"] for case in cases)),
+                _scientific(max(differences[case]["gradient"] for case in cases)),
+                f"{max(rounded):.2f}" if rounded else "–",
+                f"{max(over):.2f}" if over else "–",
+            ],
+        )
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def _golden(name: str) -> dict[tuple[str, ...], dict[str, float]]:
@@ -219,3 +254,7 @@ def _over_textbook(record: dict[str, int]) -> str:
     sent, book = record["sent"], record["textbook"]
     ratio = f"{sent / book:.2f} " if book else ""
     return f"{ratio}({size(sent)})" if sent else "0"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

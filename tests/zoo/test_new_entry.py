@@ -236,7 +236,7 @@ def test_the_five_steps_give_it_the_whole_proof(clone):
         record = json.loads((clone / "tests" / "golden" / golden).read_text())
         ours = json.loads((ROOT / "tests" / "golden" / golden).read_text())
         assert len(record) - len(ours) == len([name for name in record if name.startswith(NAME)])
-    assert f"| {NAME} | fsdp_tp |" in (clone / "tests" / "PROOF.md").read_text()
+    assert f"| {NAME} | " in (clone / "tests" / "PROOF.md").read_text()
     # Again against these goldens, those tests that write them and take no time.
     in_clone(clone, *of_it, "tests/sharding/test_meshes.py", f"-k={NAME} and (fit or reviewed)")
 

@@ -28,7 +28,7 @@ def _pipelined(kind: str) -> dict[str, bool | str]:
 
 # Gradients are reduce-scattered: by default, TPUs but tpu7x sum them whole and slice. Where a chip has
 # SparseCores, processors beside its matrix units, they gather, scatter and sum while the core goes
-# on: on v5p and v6e, on tpu7x by default. See results/cycles.md.
+# on: on v5p and v6e, on tpu7x by default. See recipes/instruments/results/tpu.md.
 SPARSE_CORES = {
     f"xla_tpu_enable_sparse_core_{option}": "true"
     for option in (
@@ -55,7 +55,7 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_tpu_enable_async_ragged_all_to_all": "true",
     },
     # Matmuls take larger blocks, because an operation may use more of a core's vector memory than by
-    # default: see results/cycles.md. v4 has no more.
+    # default: see recipes/instruments/results/tpu.md. v4 has no more.
     "TPU v5": {  # v5p
         "xla_tpu_scoped_vmem_limit_kib": "32768",
     },

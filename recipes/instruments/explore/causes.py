@@ -46,7 +46,8 @@ class SourceFile:
         """The zoo files that this one needs, and those that they need."""
         for node in self.tree.body:
             if isinstance(node, ast.ImportFrom) and node.level:
-                other = read(importlib.import_module(f".{node.module}", "zoo"))
+                name = "." * node.level + (node.module or "")
+                other = read(importlib.import_module(name, self.module.__package__))
                 yield from (other, *other.imported())
 
     def tables(self) -> Iterator[tuple[dict[str, Any], str, str, list[ast.Constant]]]:

@@ -257,7 +257,7 @@ function flow(f, transfer = f.steps.find(({ key }) => key === state.step)?.trans
   for (const group of f.places.length > LABELED ? [near] : groups) {
     const from = group.includes(lit) ? lit : group[0], others = group.filter((device) => device !== from);
     const pairs = toAll ? others.map((device) => [from, device]) : group.map((device, i) => [device, group[(i + 1) % group.length]]);
-    for (const [start, stop] of pairs) svg.append(...arrow(center(start), center(stop), group === near));
+    for (const [start, stop] of pairs) svg.append(...arrow(route(center(start), center(stop), !toAll && stop < start), group === near));
   }
   const [first, second] = near, rings = `${groups.length} group${groups.length > 1 ? "s" : ""} of ${near.length} devices`;
   const ring = `around a ring: ${first} → ${second}${near.length > 2 ? " → …" : ""} → ${first}`;
@@ -266,19 +266,26 @@ function flow(f, transfer = f.steps.find(({ key }) => key === state.step)?.trans
     + `${size(transfer.bytes)} a step ${to}.`;
 }
 
-/** The point at a distance from the first of two points, in the direction of the second. */
-function toward([x1, y1], [x2, y2], distance) {
-  const share = distance / Math.hypot(x2 - x1, y2 - y1);
-  return [x1 + (x2 - x1) * share, y1 + (y2 - y1) * share];
+const EDGE = 0.38, LANE = 0.46; // from a cell's center: where arrows touch it, and where they run in the gap beside it
+
+/** The corners of an arrow's way: straight between neighbors, else through the gaps between cells, never across a label. */
+function route([x1, y1], [x2, y2], closesRing) {
+  const [right, down] = [Math.sign(x2 - x1), Math.sign(y2 - y1)];
+  if (Math.hypot(x2 - x1, y2 - y1) < 1.1) return [[x1 + right * EDGE, y1 + down * EDGE], [x2 - right * EDGE, y2 - down * EDGE]];
+  if (!down) return [[x1, y1 - right * EDGE], [x1, y1 - right * LANE], [x2, y1 - right * LANE], [x2, y1 - right * EDGE]];
+  if (!right) return [[x1 + down * EDGE, y1], [x1 + down * LANE, y1], [x1 + down * LANE, y2], [x1 + down * EDGE, y2]];
+  const out = closesRing ? 1 : down, enter = closesRing ? -1 : -down; // a ring's last arrow goes around all rows
+  const aside = closesRing ? 0.5 - LANE : x2 - LANE, leave = [[x1, y1 + out * EDGE], [x1, y1 + out * LANE]];
+  if (!closesRing && Math.abs(y2 - y1) === 1) return [...leave, [x2, y1 + out * LANE], [x2, y2 + enter * EDGE]];
+  return [...leave, [aside, y1 + out * LANE], [aside, y2 + enter * LANE], [x2, y2 + enter * LANE], [x2, y2 + enter * EDGE]];
 }
 
-/** An arrow between two neighbors' edges; a longer one bends around what lies between. */
-function arrow([x1, y1], [x2, y2], near) {
-  const [dx, dy] = [x2 - x1, y2 - y1], long = Math.hypot(dx, dy), straight = long < 1.5, bend = straight ? 0 : 1;
-  const middle = [(x1 + x2) / 2 + (dy / long) * bend, (y1 + y2) / 2 - (dx / long) * bend];
-  const start = toward([x1, y1], middle, 0.38), tip = toward([x2, y2], middle, 0.38), neck = toward(tip, middle, 0.14);
-  const [wx, wy] = [(neck[1] - tip[1]) * 0.6, (tip[0] - neck[0]) * 0.6];
-  return [h("path", { class: `flow${near ? " near" : ""}`, d: `M${start} Q${middle} ${neck}` }),
+function arrow(corners, near) {
+  const [tip, before] = [corners.at(-1), corners.at(-2)], length = Math.hypot(tip[0] - before[0], tip[1] - before[1]);
+  const [dx, dy] = [(tip[0] - before[0]) / length, (tip[1] - before[1]) / length];
+  const neck = [tip[0] - dx * 0.13, tip[1] - dy * 0.13], [wx, wy] = [-dy * 0.08, dx * 0.08];
+  const line = [...corners.slice(0, -1), length > 0.13 ? neck : before].join(" L");
+  return [h("path", { class: `flow${near ? " near" : ""}`, d: `M${line}` }),
     h("path", { class: `head${near ? " near" : ""}`, d: `M${tip} L${neck[0] + wx},${neck[1] + wy} L${neck[0] - wx},${neck[1] - wy} Z` })];
 }
 

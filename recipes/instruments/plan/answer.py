@@ -28,7 +28,7 @@ WORDS = {  # key of Estimate.seconds → a phrase
     "host": "layers' inputs to the host's memory and back",
 }
 # Platform → how many times as long as estimated published runs take, least and most: the last column
-# of the tables in recipes/instruments/results/planner.md.
+# of the tables behind recipes/instruments/results/planner.md.
 PUBLISHED = {"tpu": (0.87, 1.29), "gpu": (1.08, 2.63)}
 
 

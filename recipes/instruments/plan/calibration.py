@@ -2,10 +2,10 @@
 
 TPUs' factors are the TPU compiler's estimates, chosen for the steps in tests/golden/plan_cycles.jsonl, of v6e and tpu7x for one step
 each; `python -m tests.by_hand.plan_cycles tests/golden/plan_cycles.jsonl` measures again and prints each
-step's. Attention's are those of its kernels' bundles (recipes/instruments/results/cycles.md). No step of v4 was
+step's. Attention's are those of its kernels' bundles (recipes/instruments/results/tpu.md). No step of v4 was
 measured: its other factors are v5p's, for matmuls with as little vector memory as v4 has.
 
-An H100's were measured on one (recipes/instruments/bench/README.md); an H200 is the same chip with faster memory.
+An H100's were measured on one (recipes/instruments/results/gpu.md); an H200 is the same chip with faster memory.
 """
 
 from typing import NamedTuple
