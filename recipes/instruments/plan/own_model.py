@@ -18,6 +18,7 @@ from recipes.instruments.user_model import (
     reason,
     with_rules,
 )
+from zoo.core.config import Compute
 from zoo.core.strategies import VOCAB
 from zoo.experts.expert_strategies import EXPERT_DECODER
 from zoo.options.compute_options import ComputeOptions
@@ -56,7 +57,7 @@ def own_model(flags: ModelFlags) -> OwnModel:
     is_text = any(VOCAB in axes for axes in jax.tree.leaves(abstract.axes, is_leaf=_is_axes))
     if is_text and not _computes(given):
         assumed.append(
-            f"{name}'s config lacks fields of zoo.core.config.ComputeOptions: no windows or remat, float32."
+            f"{name}'s config lacks fields of zoo.core.config.Compute: no windows or remat, float32."
         )
     if not is_text:
         abstract = abstract._replace(positions=_positions(user_model, abstract))
@@ -66,7 +67,7 @@ def own_model(flags: ModelFlags) -> OwnModel:
         )
     return OwnModel(
         model=lambda _, rngs: user_model.build(),
-        config=given if _computes(given) else _Plain(),
+        config=_with_options(given) if _computes(given) else _Plain(),
         abstract=abstract,
         rules=tables,
         assumed=assumed,
@@ -87,10 +88,22 @@ class _Plain:
 
 
 def _computes(config: Any) -> bool:
-    """Whether a config has the fields of zoo.core.config.ComputeOptions, as a copy has."""
-    return dataclasses.is_dataclass(config) and {*ComputeOptions.__dataclass_fields__} <= {
-        *dir(config)
-    }
+    """Whether a config has the fields of zoo.core.config.Compute, as a copy has."""
+    return dataclasses.is_dataclass(config) and {*Compute.__dataclass_fields__} <= {*dir(config)}
+
+
+def _with_options(config: Any) -> Any:
+    """A config that also has the fields of ComputeOptions which it lacks, off."""
+    lacking = [
+        (field.name, field.type, dataclasses.field(default=field.default))
+        for field in dataclasses.fields(ComputeOptions)
+        if field.name not in vars(config)
+    ]
+    if not lacking:
+        return config
+    name, bases = type(config).__name__, (type(config),)
+    extended = dataclasses.make_dataclass(name, lacking, bases=bases, frozen=True, kw_only=True)
+    return extended(**vars(config))
 
 
 def _is_axes(x: Any) -> bool:
