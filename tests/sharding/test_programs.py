@@ -97,6 +97,14 @@ def test_half_of_a_program_is_compiled_anew(cache, tmp_path):
     assert cache.hits == 1, "and kept again"
 
 
+def test_a_folder_that_cant_be_written_is_no_cache(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    cache = programs.ProgramCache(str(file / "folder"))
+    cache.put("key", b"program")
+    assert cache.get("key") is None
+
+
 @pytest.mark.full
 def test_a_killed_process_leaves_whole_programs(tmp_path):
     """While two write the same ones."""

@@ -25,31 +25,36 @@ DIGEST = hashlib.sha256().digest_size
 
 
 class ProgramCache(CacheInterface):
-    """Files that are written whole or not at all, and read only if they are what was written."""
+    """Files that are written whole or not at all, and read only if they are what was written.
+
+    Where they can't be written, programs are compiled as if there were no cache.
+    """
 
     def __init__(self, folder: str):
         self._path = pathlib.Path(folder)
-        self._path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            self._path.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: str) -> bytes | None:
         path = self._path / key
         try:
             content = path.read_bytes()
-        except FileNotFoundError:
+        except OSError:
             return None
         digest, program = content[:DIGEST], content[DIGEST:]
         if hashlib.sha256(program).digest() != digest:  # a disk that lost power
             path.unlink(missing_ok=True)
             return None
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.utime(path)
         return program
 
     def put(self, key: str, value: bytes) -> None:
         # Of a name that no other process has; a killed one leaves it to `clear_old`.
         unfinished = self._path / f"{os.getpid()}-{time.monotonic_ns()}.unfinished"
-        unfinished.write_bytes(hashlib.sha256(value).digest() + value)
-        unfinished.replace(self._path / key)
+        with contextlib.suppress(OSError):
+            unfinished.write_bytes(hashlib.sha256(value).digest() + value)
+            unfinished.replace(self._path / key)
 
 
 def install() -> None:
