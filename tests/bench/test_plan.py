@@ -27,7 +27,7 @@ from recipes.common import entries
 from recipes.common.report import contexts, flops
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, describe, make_mesh
-from recipes.common.runtime.slices import across
+from recipes.common.runtime.slice_groups import across
 from recipes.common.sharding import abstract_model, make_layout, paths
 from recipes.common.sharding.compiler_options import COMPILER_OPTIONS
 from recipes.common.sharding.shape import RecurrenceShape, Shape, trace_shape

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
-from recipes.common.runtime import slices
+from recipes.common.runtime import slice_groups
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange, make_mesh, parse, suggest
 from recipes.common.sharding.layout import Layout
@@ -49,14 +49,16 @@ def test_the_outermost_axes_run_across_and_the_others_stay_inside(devices, text,
     mesh = arrange(axes, devices)
     assert dict(mesh.shape) == axes
     assert {d.id for d in mesh.devices.flat} == {d.id for d in devices}
-    names = {id(d): "abcd"[i] for i, group in enumerate(slices.groups(devices)) for d in group}
+    names = {
+        id(d): "abcd"[i] for i, group in enumerate(slice_groups.groups(devices)) for d in group
+    }
     found = {}
     for place, axis in enumerate(axes):
         line = np.moveaxis(mesh.devices, place, 0).reshape(axes[axis], -1)[:, 0]
         found[axis] = "".join(names[id(device)] for device in line)
     assert found == along
     if devices[0].platform != "cpu" and len(set(names.values())) > 1:  # as JAX's own does it
-        parts = slices.across(axes, len(slices.groups(devices)))
+        parts = slice_groups.across(axes, len(slice_groups.groups(devices)))
         inner = [size // part for size, part in zip(axes.values(), parts.values(), strict=True)]
         jaxs = mesh_utils.create_hybrid_device_mesh(
             inner,

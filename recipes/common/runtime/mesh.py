@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from recipes.common.runtime import accelerators, processes, slices
+from recipes.common.runtime import accelerators, processes, slice_groups
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import split
 
@@ -79,7 +79,7 @@ def make_mesh(text: str = "") -> Mesh:
     if axes and wanted % (several := processes.count()):
         existing = (8 * several, several)
         if not _only_cpu():
-            existing = (len(jax.devices()), len(slices.groups(jax.devices())))
+            existing = (len(jax.devices()), len(slice_groups.groups(jax.devices())))
         raise UserError(
             f"--mesh={text} has {wanted} devices, not divisible by {several} processes; try --mesh="
             f"{suggest(existing[0], len(axes), existing[1])}"
@@ -100,7 +100,7 @@ def make_mesh(text: str = "") -> Mesh:
     if wanted > len(devices) or (must_use_all and wanted != len(devices)):
         raise UserError(
             f"--mesh={text} needs {wanted} devices, found {len(devices)}; "
-            f"try --mesh={suggest(len(devices), len(axes), len(slices.groups(devices)))}"
+            f"try --mesh={suggest(len(devices), len(axes), len(slice_groups.groups(devices)))}"
         )
     return arrange(axes, devices[:wanted])
 
@@ -108,23 +108,26 @@ def make_mesh(text: str = "") -> Mesh:
 def arrange(axes: dict[str, int], devices: Sequence[Any]) -> Mesh:
     """Makes a mesh of Explicit axes, JAX's default, over these devices.
 
-    The outermost axes run across slices or nodes (slices.py); on a TPU slice each axis runs along
+    The outermost axes run across slices or nodes (slice_groups.py); on a TPU slice each axis runs along
     whole rings. Raises UserError if an inner axis would have to cross slices.
     """
-    groups = slices.groups(devices)
-    what, sizes = slices.WORDS.get(devices[0].platform, "nodes"), {len(group) for group in groups}
+    groups = slice_groups.groups(devices)
+    what, sizes = (
+        slice_groups.WORDS.get(devices[0].platform, "nodes"),
+        {len(group) for group in groups},
+    )
     if len(sizes) > 1:
         sizes = " and ".join(map(str, sorted(sizes)))
         raise UserError(f"{what} of {sizes} devices can't be one mesh; use {what} of one size")
-    parts, each = slices.across(axes, len(groups)), len(groups[0])
-    if name := slices.cut(axes, parts):
+    parts, each = slice_groups.across(axes, len(groups)), len(groups[0])
+    if name := slice_groups.cut(axes, parts):
         raise UserError(
             f"--mesh={describe(axes)} would divide axis {name!r} between {len(groups)} {what} of "
             f"{each} devices, but only the outermost may be; try "
-            f"--mesh={describe(slices.uncut(axes, len(groups), each))}"
+            f"--mesh={describe(slice_groups.uncut(axes, len(groups), each))}"
         )
     inside = tuple(size // parts[name] for name, size in axes.items())
-    together = slices.weave(axes, parts, [_on_rings(inside, group) for group in groups])
+    together = slice_groups.weave(axes, parts, [_on_rings(inside, group) for group in groups])
     return Mesh(together, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
 
 

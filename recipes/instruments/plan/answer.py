@@ -4,7 +4,7 @@ from typing import Any
 
 from recipes.common.report import kernel
 from recipes.common.report.report import size
-from recipes.common.runtime import describe, slices
+from recipes.common.runtime import describe, slice_groups
 from recipes.common.sharding.layout import Layout
 from recipes.common.train.planned import PlannedStep
 from recipes.instruments.plan import tpu_slice
@@ -261,7 +261,7 @@ def _devices_of(layout: Layout) -> Devices:
     kind = every[0].device_kind
     known = [k for k, hardware in HARDWARE.items() if hardware.name in kind]
     name = max(known, key=lambda k: len(HARDWARE[k].name), default="cpu")
-    groups = len(slices.groups(every))
+    groups = len(slice_groups.groups(every))
     return Devices(name, len(every) // groups, groups)
 
 

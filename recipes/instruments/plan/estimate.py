@@ -19,7 +19,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from recipes.common.report import flops
-from recipes.common.runtime import slices
+from recipes.common.runtime import slice_groups
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.shape import AttentionShape, Shape
 from recipes.common.train.planned import FrozenModel
@@ -223,7 +223,7 @@ def _sending(
 ) -> tuple[float, float, dict[str, float]]:
     """(bytes over links, bytes over the network, cause → seconds) of a step's transfers."""
     sizes = dict(layout.mesh.shape)
-    parts = slices.across(sizes, devices.groups)
+    parts = slice_groups.across(sizes, devices.groups)
     links = network = 0.0
     seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
     for transfer in sent:

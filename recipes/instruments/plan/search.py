@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from recipes.common.runtime import UserError, slices
+from recipes.common.runtime import UserError, slice_groups
 from recipes.common.runtime.mesh import ORDER
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel, abstract_model
@@ -132,7 +132,7 @@ def _layout(
     job: Job, devices: Devices, abstract: AbstractModel, strategy: str, rules: Rules, axes: dict
 ) -> Layout | str:
     """The layout of a candidate, or the key of RULES_OUT that it breaks."""
-    if slices.cut(axes, slices.across(axes, devices.groups)):
+    if slice_groups.cut(axes, slice_groups.across(axes, devices.groups)):
         return "slices"
     if job.rows % sharding_rules.count_shards(rules, "batch", axes):
         return "rows"
