@@ -18,7 +18,6 @@ from recipes.instruments.user_model import (
     reason,
     with_rules,
 )
-from zoo.core.config import Compute
 from zoo.core.strategies import VOCAB
 from zoo.experts.expert_strategies import EXPERT_DECODER
 from zoo.options.compute_options import ComputeOptions
@@ -57,7 +56,7 @@ def own_model(flags: ModelFlags) -> OwnModel:
     is_text = any(VOCAB in axes for axes in jax.tree.leaves(abstract.axes, is_leaf=_is_axes))
     if is_text and not _computes(given):
         assumed.append(
-            f"{name}'s config lacks fields of zoo.core.config.Compute: no windows or remat, float32."
+            f"{name}'s config lacks fields of zoo.core.config.ComputeOptions: no windows or remat, float32."
         )
     if not is_text:
         abstract = abstract._replace(positions=_positions(user_model, abstract))
@@ -88,8 +87,10 @@ class _Plain:
 
 
 def _computes(config: Any) -> bool:
-    """Whether a config has the fields of zoo.core.config.Compute, as a copy has."""
-    return dataclasses.is_dataclass(config) and {*Compute.__dataclass_fields__} <= {*dir(config)}
+    """Whether a config has the fields of zoo.core.config.ComputeOptions, as a copy has."""
+    return dataclasses.is_dataclass(config) and {*ComputeOptions.__dataclass_fields__} <= {
+        *dir(config)
+    }
 
 
 def _with_options(config: Any) -> Any:
