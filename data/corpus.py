@@ -25,7 +25,7 @@ from data import DataError, buckets, cache_dir, chunks, conversations, hub, sour
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
-CODE = 5  # increase it when the same text would give different files
+CODE = 6  # increase it when the same text would give different files
 CHUNK = 2**21  # bytes of text
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 ABOUT = "about.json"

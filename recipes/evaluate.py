@@ -63,6 +63,9 @@ class Evaluate(Settings):
         "data", choices=["all", "held_out"],
     )  # fmt: skip
     text_column: str = flag("text", "Text column of .jsonl, .parquet and hf: datasets.", "data")
+    pair_column: str = flag(
+        "", "Column of a second text, for classifiers of two; empty: as in recipes.bert.", "data"
+    )
     label_column: str = flag("label", "Column of labels, of classified texts or pictures.", "data")
     image_column: str = flag("image", "Column of pictures, for --labels.", "data")
     pack: bool = flag(
