@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data import DataError, chat, corpus
+from data import DataError, chat, corpus, whole_texts
 from data.batches import Dataset, Example, Rows
 from data.corpus import Corpus, Split
 from data.packing import Packed
@@ -110,10 +110,12 @@ def _check(splits: list[Split], rows: list, seq_len: int, training: bool) -> Non
 def _notes(
     what: str, splits: list[Split], rows: list, seq_len: int, tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """Lines to print about conversations: what their targets are, and which are lost."""
+    """Lines to print: which control tokens are letters and, of conversations, targets and what is lost."""
     asks_for_date = "strftime_now" in tokenizer.template
     date = f"; templates see the date {chat.TRAINING_DAY:%d %b %Y}" if asks_for_date else ""
     for split, examples in zip(splits, rows, strict=True):
+        total = split.rows or len(split.starts)
+        yield from whole_texts.control_note(split.spells, total, f"rows of {split.source}")
         if split.targets is None:
             continue
         lost, count = examples.lost, f"{split.rows:,} row{'s' * (split.rows != 1)}"
