@@ -68,6 +68,7 @@ class Corpus(NamedTuple):
     fingerprint: str  # sha256 of tokens, of starts unless in bytes, and of any targets
     folder: pathlib.Path  # in the cache
     weight: float = 1.0  # share of training rows, relative to other corpora
+    unused: tuple[str, ...] = ()  # columns that nothing reads
 
 
 def load(
@@ -221,7 +222,10 @@ def _read(folder: pathlib.Path, source: Source) -> Corpus:
             **files, **counts, bytes=about["bytes"][name], source=source.name, path=folder / name
         )
 
-    return Corpus(split(TRAIN), split(HELD_OUT), about["fingerprint"], folder, source.weight)
+    return Corpus(
+        split(TRAIN), split(HELD_OUT), about["fingerprint"], folder, source.weight,
+        tuple(about.get("unused", ())),
+    )  # fmt: skip
 
 
 def _mapped(path: pathlib.Path, kind) -> np.ndarray:
@@ -386,6 +390,7 @@ def _flatten(
         "dtype": tokenizer.dtype.name,
         "bytes": {split: kept[split][1] for split in SPLITS},
         "spells": spells,
+        "unused": source.unused(),
         **({"rows": rows, "ignored": ignored} if has_rows else {}),
     }
     write_about(folder, about)

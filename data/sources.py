@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from data import DataError, buckets, conversations, delimited, hub
-from data.conversations import TEXT
+from data.conversations import COLUMNS, TEXT
 
 HELD_OUT = 0.01  # share of the documents, if the dataset has no split for it
 LONGEST = 2**17  # bytes of a document that are tokenized at once; see AT_ONCE in chunks.py
@@ -77,6 +77,7 @@ class Source(NamedTuple):
     train_only: bool  # whether nothing is held out
     form: Callable[[], str]  # form of its rows: TEXT, MESSAGES or PAIRS
     parts: Callable[[], Iterator[Part]]  # yields all documents, in order
+    unused: Callable[[], list[str]]  # columns of its first row that nothing reads
 
 
 def find(dataset: str, column: str = "text", train_only: bool = False) -> list[Source]:
@@ -134,6 +135,7 @@ def reading(name: str) -> Iterator[None]:
 
 
 def _source(name: str, weight: float, column: str, train_only: bool) -> Source:
+    columns = lambda: []  # noqa: E731
     form = lambda: TEXT  # noqa: E731
     if name == "stdlib":
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -143,14 +145,16 @@ def _source(name: str, weight: float, column: str, train_only: bool) -> Source:
         folder = pathlib.Path(os.path.expanduser(name.removeprefix("hf:")))
         with reading(name):
             files = _inside(folder) if folder.is_dir() else []
-        form = functools.cache(lambda: conversations.form(_hub_columns(name), column))
+        columns = functools.cache(lambda: _hub_columns(name))
+        form = functools.cache(lambda: conversations.form(columns(), column))
         read = functools.partial(_from_hub, name, column, train_only, form)
     else:
         remote = buckets.remote(name)
         with reading(name):
             paths = buckets.files(name, f"--dataset={name}") if remote else _files(name)
         files = _checked(name, paths)
-        form = functools.cache(lambda: conversations.form(_columns(files[0]), column))
+        columns = functools.cache(lambda: _columns(files[0]))
+        form = functools.cache(lambda: conversations.form(columns(), column))
         read = functools.partial(_from_files, name, files, column, train_only, form)
 
     def parts() -> Iterator[Part]:
@@ -158,7 +162,11 @@ def _source(name: str, weight: float, column: str, train_only: bool) -> Source:
             for part in read():
                 yield part._replace(held_out=False) if train_only else part
 
-    return Source(name, weight, files, column, train_only, form, parts)
+    def unused() -> list[str]:
+        used = {column} if form() == TEXT else {*COLUMNS[form()], *conversations.CONTEXT}
+        return sorted({*columns()} - used)
+
+    return Source(name, weight, files, column, train_only, form, parts, unused)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -454,7 +462,7 @@ def _rows_of_conversations(name: str, files: list[pathlib.Path], form: str) -> R
                 "a.jsonl@0.7,b.txt@0.3"
             )
         with _explained(name, path):
-            yield from _rows(name, path, conversations.COLUMNS[form])
+            yield from _rows(name, path, COLUMNS[form])
 
 
 def _numbered(name: str, what: str, rows: hub.Rows) -> Rows:

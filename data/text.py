@@ -74,8 +74,14 @@ def load(
         | ({"template": tokenizer.chat_key} if masked else {})
         | ({"pack": True} if packed else {}),
         parts=tuple(zip(map(len, train_rows), weights, strict=True)),
+        has_answers=all(split.targets is not None for split in held_out),
         held_out_bytes=sum(rows.text_bytes(tokenizer) for rows in held_out_rows),
         notes=(
+            *(
+                whole_texts.unused_note(one.unused, one.train.source)
+                for one in corpora
+                if one.unused
+            ),
             *_notes("Training data", train, train_rows, seq_len, tokenizer),
             *_notes("Held out", held_out, held_out_rows, seq_len, tokenizer),
         ),

@@ -203,10 +203,12 @@ def unused(parts: Sequence[Sequence[Row]], used: Sequence[str]) -> list[str]:
     names = {
         name for part in parts for _, row in part for name in (row if isinstance(row, dict) else ())
     } - {*used}
-    if not names:
-        return []
-    shown = ", ".join(map(repr, sorted(names)[:10])) + ", …" * (len(names) > 10)
-    return [f"Columns that are not used: {len(names)} ({shown})."]
+    return [unused_note(sorted(names))] if names else []
+
+
+def unused_note(names: Sequence[str], of: str = "") -> str:
+    shown = ", ".join(map(repr, names[:10])) + ", …" * (len(names) > 10)
+    return f"Columns{f' of {of}' * bool(of)} that are not used: {len(names)} ({shown})."
 
 
 def spelled(texts: Iterable[str], what: str, tokenizer: Tokenizer) -> list[str]:

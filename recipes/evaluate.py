@@ -21,6 +21,7 @@ from data.batches import Dataset
 from data.captions import Texts
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, encoder_evaluation, entries, zero_shot
+from recipes.common.classification import few
 from recipes.common.config_flags import Settings, default_dtype, describe_set, read_set
 from recipes.common.entries import ENTRIES
 from recipes.common.int8_weights import to_int8, weights_flag
@@ -50,7 +51,9 @@ class Evaluate(Settings):
         "Classes for two towers to sort pictures into, comma-separated, or a file with one a line.",
     )
     templates: str = flag(
-        "", "Captions of a class, comma-separated, with {} for its name; empty: built-in ones."
+        "",
+        "Captions of a class, comma-separated, or a file with one a line, with {} for its name; empty: "
+        "built-in ones.",
     )
     limit: float = flag(0.0, "Questions per task, or a fraction if below 1; 0: all.", at_least=0.0)
     apply_chat_template: bool = flag(
@@ -169,8 +172,7 @@ def classify(
     compute: dict[str, Any] = {"dtype": dtype} | read_set(type(config), flags.set, ("dtype",))
     classes = zero_shot.read_labels(flags.labels)
     texts = Texts(config.max_positions, tokenizer, end=config.clip)
-    templates = [template for template in split(flags.templates) if template]
-    by_captions = zero_shot.Classes(classes, texts, templates)
+    by_captions = zero_shot.Classes(classes, texts, zero_shot.read_templates(flags.templates))
     layout = checkpoint.layout_of(source, mesh, devices.rules, **compute)
     columns = {"image_column": flags.image_column, "label_column": flags.label_column}
     parts = {
@@ -186,7 +188,7 @@ def classify(
     for name, data in parts.items():
         right, count = zero_shot.evaluate(data, by_captions, layout, variables)
         print0(f"{name}: zero-shot accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images by the "
-               f"captions of {len(classes)} classes; {flags.part}.")  # fmt: skip
+               f"captions of {len(classes)} classes; {flags.part}.", *few(count, "images"))  # fmt: skip
         facts = {"accuracy": right / count, "images": count, "part": flags.part}
         results["datasets"][name] = facts
     return results
@@ -230,9 +232,7 @@ def find_model(flags: Evaluate) -> checkpoint.Source:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     if flags.labels and (flags.tasks or flags.weights or not flags.dataset):
         raise UserError("--labels needs --dataset=PICTURES, and neither --tasks nor --weights")
-    for template in split(flags.templates):
-        if template and "{}" not in template:
-            raise UserError(f"--templates has {template!r} without {{}} for a class's name; add it")
+    zero_shot.read_templates(flags.templates)
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
     source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)

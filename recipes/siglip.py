@@ -15,6 +15,7 @@ from data.captions import Texts
 from data.tokenizer import BYTES
 from recipes.common import checkpoint, zero_shot
 from recipes.common.checkpoint import open_run
+from recipes.common.classification import few
 from recipes.common.config_flags import (
     ENCODER,
     check_set,
@@ -100,7 +101,7 @@ def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> N
         else ("Retrieval", f"find their own caption among those of {run.batch_size} pairs")
     )
     print0(f"{measure} {right / count:.4f}: {right:.0f} of {count:.0f} held-out images {among}; "
-           f"loss {nats / count:.4f} nats.")  # fmt: skip
+           f"loss {nats / count:.4f} nats.", *few(count, "images"))  # fmt: skip
     finish(folder, layout, log)
 
 

@@ -104,7 +104,9 @@ def main(
             f"No sample: {layout.stages} stages of layers can't generate; --sample_rules=fsdp, for example, can."
         )
     elif sample and sample.sample_bytes:
-        written = sample.write(model, layout, state, tokenizer, context=text.seq_len, seed=run.seed)
+        written = sample.write(
+            model, layout, state, tokenizer, context=text.seq_len, seed=run.seed, data=corpus
+        )
         print0(*written.lines)
         if folder.in_use and folder.last_good():
             sample.save(folder.path / "sample.json", state, written)
