@@ -49,18 +49,18 @@ def _is_quoted(path: pathlib.Path, where: str) -> bool:
         plain, differs = _count_plain(file)
     with hub.text_file(path, "utf-8-sig") as file:
         quoted = _count_quoted(file)
-    if differs is None and quoted in (None, plain):
-        return quoted == plain
-    if differs is None:
-        raise DataError(
-            f"{where} has {plain} rows if its quotation marks are letters, and {quoted} if they quote "
-            "cells; write JSON Lines"
-        )
+    if quoted is None and differs is None:
+        return False
     if quoted is None:
         number, cells, columns = differs
         raise DataError(
             f"{where} line {number} has {cells} cells, and the first line {columns}; its quotation marks "
             "don't quote whole cells in every line, so they can't be taken off: write JSON Lines"
+        )
+    if differs is None and quoted != plain:
+        raise DataError(
+            f"{where} has {plain - 1} rows if its quotation marks are letters, and {quoted - 1} if they quote "
+            "cells; write JSON Lines"
         )
     return True
 

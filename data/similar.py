@@ -112,7 +112,7 @@ def _check_negatives(row: Any, used: list[str], dataset: str) -> None:
     others = [name for name in row if NEGATIVES.fullmatch(name) and name not in used]
     if others:
         raise DataError(
-            f"--dataset={dataset} has {len(others)} columns of negatives that the loss does not use "
+            f"--dataset={dataset} has columns of negatives that the loss does not use: {len(others)} "
             f"({', '.join(map(repr, others))}); name one by --negative_column, and remove the others"
         )
 

@@ -121,7 +121,8 @@ def _notes(
     date = f"; templates see the date {chat.TRAINING_DAY:%d %b %Y}" if asks_for_date else ""
     for split, examples in zip(splits, rows, strict=True):
         total = split.rows or len(split.starts)
-        yield from whole_texts.control_note(split.spells, total, f"rows of {split.source}")
+        spells = min(split.spells, total)  # the end of a split may have become the held-out one
+        yield from whole_texts.control_note(spells, total, f"rows of {split.source}")
         if split.targets is None:
             continue
         lost, count = examples.lost, f"{split.rows:,} row{'s' * (split.rows != 1)}"
