@@ -328,6 +328,11 @@ def _text(
     """The text of row `number`. Raises DataError: `of_first` for the first row, which may have others."""
     text = row.get(column)
     if isinstance(text, str):
+        if number == 1 and conversations.messages_of_text(text, column, where) != text:
+            raise DataError(
+                f"{where} has messages in the column {column!r}, whose JSON would be learned as text; name the "
+                'column \'messages\', with messages like {"role": "user", "content": "…"}'
+            )
         return text.encode(errors="replace")
     if column in row and text is None:
         raise DataError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from recipes.common import checkpoint, entries, language
 from recipes.common.checkpoint import flags_of, open_run, probe
+from recipes.common.classification import few
 from recipes.common.config_flags import configure, describe_set
 from recipes.common.language import DECODER, Training
 from recipes.common.preference import reference as references
@@ -108,7 +109,10 @@ def main(
 
     # ---- What it has learned ---------------------------------------------------------------------
     means = {name: float(total / count) for name, (total, count) in metrics.items()}
-    print0(f"Held-out {', '.join(f'{name} {mean:.4f}' for name, mean in means.items())}.")
+    print0(
+        f"Held-out {', '.join(f'{name} {mean:.4f}' for name, mean in means.items())}.",
+        *few(float(metrics["accuracy"][1]), "pairs"),
+    )
     finish(folder, layout, log)
 
 

@@ -357,6 +357,8 @@ def test_one_document_is_split_at_its_end(tmp_path):
         ("latin.txt", "caf\xe9\n".encode("latin1"), "latin.txt line 1 is not UTF-8"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "broken.jsonl line 2 is not JSON"),
         ("other.jsonl", b'{"body": "a"}\n', "no column 'text'; set --text_column to one of 'body'"),
+        ("chat.csv", b'text\n"[{""role"": ""user"", ""content"": ""Hi""}]"\n', "chat.csv line 2 has messages in the column 'text', whose JSON would be learned"),
+        ("shared.jsonl", b'{"text": "[{\'from\': \'human\', \'value\': \'Hi\'}]"}\n', "shared.jsonl line 1 has messages in 'text' as text that is not JSON"),
         ("number.jsonl", b'{"text": 3}\n', "column 'text' holds int, not text, nor another one with text ('text': int)"),
         ("nested.json", b'{"data": [{"text": "a"}]}\n', "no column 'text', nor another one with text ('data': list); write a row a line"),
         ("object.json", b'\n{\n "data": [\n ]}\n', "object.json is one JSON object of several lines, not JSON Lines"),
