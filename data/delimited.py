@@ -49,9 +49,9 @@ def _is_quoted(path: pathlib.Path, where: str) -> bool:
         plain, differs = _count_plain(file)
     with hub.text_file(path, "utf-8-sig") as file:
         quoted = _count_quoted(file)
-    if quoted is None and differs is None:
-        return False
     if quoted is None:
+        if differs is None:
+            return False
         number, cells, columns = differs
         raise DataError(
             f"{where} line {number} has {cells} cells, and the first line {columns}; its quotation marks "

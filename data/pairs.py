@@ -235,7 +235,7 @@ def _begin_with_prompts(rows: list[Row], labelled: bool, tokenizer: Tokenizer) -
             return False
         names = _answer_names(row, labelled)
         prompt = next((row[name] for name in PROMPTS if row.get(name) is not None), None)
-        answers = [row.get(name) for name in names]
+        answers: list[Any] = [row.get(name) for name in names]
         if not prompt or not all(isinstance(text, str) for text in (prompt, *answers)):
             return False
         rest = [answer[len(prompt) :] for answer in answers if answer.startswith(prompt)]

@@ -175,10 +175,18 @@ class Tokenizer:
                 f"--tokenizer={self.name} puts no token between two texts of a row; use an encoder's "
                 "tokenizer, or bytes"
             )
+        before, between, after = (tuple(example.ids[part]) for part in parts)
+        before_types, between_types, after_types = (tuple(example.type_ids[x]) for x in parts)
+        first_type, second_type = (example.type_ids[begin] for begin in text)
         return TwoTexts(
-            *(tuple(example.ids[part]) for part in parts),
-            *(tuple(example.type_ids[part]) for part in parts),
-            *(example.type_ids[begin] for begin in text),
+            before,
+            between,
+            after,
+            before_types,
+            between_types,
+            after_types,
+            first_type,
+            second_type,
         )
 
     @functools.cached_property

@@ -82,15 +82,19 @@ class Sample:
         variables = move(state, layout, target) if self.sample_rules else state
         sampling = Sampling(self.temperature, seed=seed)
         generator = Generator(target, variables, sampling, tokenizer.end, tokenizer.vocabulary)
-        asks = data is not None and data.has_answers and not self.prompt
-        prompt = first_prompt(data) if asks else self.begin(tokenizer)
+        asked = None
+        if data is not None and data.has_answers and not self.prompt:
+            asked = first_prompt(data)
+        prompt = self.begin(tokenizer) if asked is None else asked
         most = self.sample_bytes
-        if asks and layout.shape.max_positions:
+        if asked is not None and layout.shape.max_positions:
             most = max(1, min(most, layout.shape.max_positions - len(prompt)))
         tokens = [int(token) for (token,) in generator([prompt], most)]
-        begin = [] if self.chat or asks else prompt  # a chat shows only the answer
-        asked = tokenizer.decode(prompt) if asks else ""
-        return Written(tokenizer.decode([*begin, *tokens]), tokens[-1] in tokenizer.end, asked)
+        ended = tokens[-1] in tokenizer.end
+        if asked is not None:
+            return Written(tokenizer.decode(tokens, after=asked), ended, tokenizer.decode(asked))
+        begin = [] if self.chat else prompt  # a chat shows only the answer
+        return Written(tokenizer.decode([*begin, *tokens]), ended)
 
     def save(self, path: pathlib.Path, state: Tree, written: "Written") -> None:
         """Writes a sample to a file, for the model's card; I/O errors become warnings."""
