@@ -37,6 +37,7 @@ class Dataset(NamedTuple):
     parts: tuple[tuple[int, float], ...] = ()
     held_out_bytes: int | None = None  # UTF-8 bytes of text that the held-out targets stand for
     notes: tuple[str, ...] = ()  # lines to print
+    has_answers: bool = False  # whether rows are prompts with answers, which alone are targets
     # Whether examples differ between epochs: train[n + e · len(train)] is example n in epoch e.
     by_epoch: bool = False
 

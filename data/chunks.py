@@ -41,6 +41,7 @@ class Tokenized(NamedTuple):
     targets: np.ndarray | None = None  # bool per token, where only some are targets
     first: bool = True  # whether it is the first of its row
     ignored: bool = False  # whether it is, and the template ignores the row's tools
+    spells: bool = False  # whether it begins here, and its text spells a control token
 
 
 def write_all(
@@ -70,7 +71,7 @@ def write(
     """Tokenizes to a file, which appears only when it is complete.
 
     The file has the tokens of all parts and, for each part, its number of tokens, its bytes of
-    text, and whether it is held out and begins a document. For conversations it also has the
+    text, and whether it is held out, begins a document and spells a control token. For conversations it also has the
     targets and, for each document, whether it is the first of its row, and whether the template
     ignores the row's tools.
 
@@ -92,6 +93,7 @@ def write(
         "sizes": np.array([one.size for one in made], np.int64),
         "held_out": np.array([one.held_out for one in made]),
         "begins": np.array([one.begins for one in made]),
+        "spells": np.array([one.spells for one in made]),
     }
     targets = [one.targets for one in made if one.targets is not None]
     if targets:
@@ -136,18 +138,23 @@ def _texts(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
             separate = ids[: len(newline)].tolist() == newline.tolist()
             ids = ids[len(newline) :] if separate else tokenizer.encode([part.text])[0]
         pieces = [start[: part.begins * len(start)], ids, end[: part.ends * len(end)]]
-        yield Tokenized(np.concatenate(pieces), len(part.text), part.held_out, part.begins)
+        yield Tokenized(
+            np.concatenate(pieces), len(part.text), part.held_out, part.begins,
+            spells=part.begins and tokenizer.spells_control(part.text.decode(errors="replace")),
+        )  # fmt: skip
 
 
 def _rows(parts: list[Part], tokenizer: Tokenizer) -> Iterator[Tokenized]:
     for part in parts:
         documents = conversations.documents(part.text, tokenizer, part.row)
         ignored = conversations.ignores_tools(part.text, tokenizer)
+        spells = conversations.spells_control(part.text, tokenizer)
         for number, one in enumerate(documents):
             size, first = conversations.target_bytes(one, tokenizer), number == 0
             yield Tokenized(
-                one.tokens, size, part.held_out, True, one.targets, first, first and ignored
-            )
+                one.tokens, size, part.held_out, True, one.targets, first, first and ignored,
+                first and spells,
+            )  # fmt: skip
 
 
 def groups(parts: Iterable[Part], most: int) -> Iterator[list[Part]]:

@@ -20,7 +20,8 @@ the model would see.
 
 import functools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,9 @@ CONTEXT = [
     *VARIABLES,
 ]  # columns that rows of messages may have too
 WEIGHTS = ("weight", "loss", "train")  # names of one field of messages: whether to learn it
+# A list of messages as Python and pandas write it.
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:\s*['"]""")
+SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system"}  # of {"from": …, "value": …}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -87,7 +91,8 @@ def checked(row: Any, kind: str, where: str) -> bytes:
         if row[name] is None:
             raise DataError(f"{where} has null in the column {name!r}; fill it, or remove the row")
     variables = {}
-    before, learned = ([], row["messages"]) if kind == MESSAGES else (row[n] for n in names)
+    cells = [messages_of_text(row[name], name, where) for name in names]
+    before, learned = ([], *cells) if kind == MESSAGES else cells
     if kind == PAIRS and isinstance(before, str) and isinstance(learned, str):
         if not learned:
             raise DataError(f"{where} has an empty completion, so nothing to learn; remove it")
@@ -151,6 +156,36 @@ def _parsed(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+def messages_of_text(value: Any, name: str, where: str) -> Any:
+    """The messages that a text holds as JSON, as in CSV files; other values, and other texts, as they are.
+
+    Raises DataError, naming the row, for lists of messages in another language, such as Python's.
+    """
+    parsed = (
+        _parsed(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+    )
+    if isinstance(parsed, dict) and isinstance(parsed.get("messages"), list):
+        messages = parsed["messages"]
+    else:
+        messages = parsed if isinstance(parsed, list) else [parsed]
+    if messages and all(map(_is_message, messages)):
+        return parsed
+    if isinstance(value, str) and isinstance(parsed, str) and MESSAGES_AS_TEXT.match(value):
+        raise DataError(
+            f"{where} has messages in {name!r} as text that is not JSON; write them by json.dumps, or rows as "
+            "JSON Lines"
+        )
+    return value
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return (value.get("role") in ROLES and {"content", "tool_calls"} & {*value} != set()) or (
+        value.get("from") in (*ROLES, *SPEAKERS) and "value" in value
+    )
 
 
 def without_nulls(cell: Any) -> Any:
@@ -271,10 +306,16 @@ def ignores_tools(row: bytes, tokenizer: Tokenizer) -> bool:
     )
 
 
+def spells_control(row: bytes, tokenizer: Tokenizer) -> bool:
+    """Whether a row of plain texts spells a control token, which is learned as letters."""
+    before, learned, *_ = json.loads(row)
+    return isinstance(learned, str) and tokenizer.spells_control(before + learned)
+
+
 def _completion(prompt: str, completion: str, tokenizer: Tokenizer, where: str) -> Document:
     """Wraps plain text, without control tokens, in the tokens that start and end a document."""
-    first, both = tokenizer.encode([prompt, prompt + completion])
-    first = first if prompt else first[:0]  # some tokenizers put a space in front of empty text
+    prompt, (completion,) = at_border(prompt, [completion], tokenizer)
+    first, both = _prompt_and_whole(prompt, completion, tokenizer)
     if not _begins(both, first):
         raise DataError(
             f"{where}: the tokenizer joins the end of the prompt to the completion; begin the "
@@ -288,6 +329,33 @@ def _completion(prompt: str, completion: str, tokenizer: Tokenizer, where: str) 
     dropped = np.zeros(len(tokens), np.uint8)
     dropped[begin] = _dropped(tokens[begin:], completion, tokenizer)
     return Document(tokens, targets, dropped)
+
+
+def ends_at_border(prompt: str, completions: Sequence[str], tokenizer: Tokenizer) -> bool:
+    """Whether the prompt ends where a token ends, whichever completion follows."""
+    return all(_begins(*_prompt_and_whole(prompt, x, tokenizer)[::-1]) for x in completions)
+
+
+def at_border(
+    prompt: str, completions: Sequence[str], tokenizer: Tokenizer
+) -> tuple[str, Sequence[str]]:
+    """Moves white space from a prompt's end to its completions, if a token would join them.
+
+    Most tokenizers put the space in front of a word into the word's token.
+    """
+    for end in range(len(prompt), len(prompt.rstrip()) - 1, -1):
+        moved = [prompt[end:] + completion for completion in completions]
+        if ends_at_border(prompt[:end], moved, tokenizer):
+            return prompt[:end], moved
+    return prompt, completions
+
+
+def _prompt_and_whole(
+    prompt: str, completion: str, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of the prompt, and of prompt and completion."""
+    first, both = tokenizer.encode([prompt, prompt + completion])
+    return first if prompt else first[:0], both  # some put a space in front of empty text
 
 
 def _whole(

@@ -26,7 +26,7 @@ from data.cached_files import replace, stamp
 from data.sources import Part, Source
 from data.tokenizer import BYTES, Tokenizer
 
-CODE = 5  # increase it when the same text would give different files
+CODE = 6  # increase it when the same text would give different files
 CHUNK = 2**21  # bytes of text
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 ABOUT = "about.json"
@@ -45,6 +45,7 @@ class Split(NamedTuple):
     targets: np.ndarray | None = None  # bool [tokens], memory-mapped; None: all tokens are targets
     rows: int = 0  # rows of conversations; each can become several documents
     ignored: int = 0  # rows whose tools the chat template ignores
+    spells: int = 0  # documents or rows whose text spells a control token
     source: str = ""  # the dataset's name
     path: pathlib.Path = pathlib.Path()  # prefix of files that are derived from this split
 
@@ -68,6 +69,7 @@ class Corpus(NamedTuple):
     fingerprint: str  # sha256 of tokens, of starts unless in bytes, and of any targets
     folder: pathlib.Path  # in the cache
     weight: float = 1.0  # share of training rows, relative to other corpora
+    unused: tuple[str, ...] = ()  # columns that nothing reads
 
 
 def load(
@@ -209,13 +211,15 @@ def _read(folder: pathlib.Path, source: Source) -> Corpus:
 
     def split(name: str) -> Split:
         files = {what: _mapped(folder / f"{name}.{what}", kind) for what, kind in kinds.items()}
-        rows, ignored = (about.get(what, {}).get(name, 0) for what in ("rows", "ignored"))
+        counts = {what: about.get(what, {}).get(name, 0) for what in ("rows", "ignored", "spells")}
         return Split(
-            **files, bytes=about["bytes"][name], rows=rows, ignored=ignored, source=source.name,
-            path=folder / name,
-        )  # fmt: skip
+            **files, **counts, bytes=about["bytes"][name], source=source.name, path=folder / name
+        )
 
-    return Corpus(split(TRAIN), split(HELD_OUT), about["fingerprint"], folder, source.weight)
+    return Corpus(
+        split(TRAIN), split(HELD_OUT), about["fingerprint"], folder, source.weight,
+        tuple(about.get("unused", ())),
+    )  # fmt: skip
 
 
 def _mapped(path: pathlib.Path, kind) -> np.ndarray:
@@ -331,6 +335,7 @@ def _flatten(
     has_rows = source.form() != conversations.TEXT
     rows: dict[str, int] = dict.fromkeys(SPLITS, 0)
     ignored: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    spells: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with contextlib.ExitStack() as stack:
         files = {
             (split, what): stack.enter_context((folder / f"{split}.{what}").open("wb"))
@@ -340,12 +345,14 @@ def _flatten(
         for path in paths:
             with np.load(path) as chunk:
                 tokens, held_out, begins = (chunk[k] for k in ("tokens", "held_out", "begins"))
+                do_spell = chunk["spells"]
                 sizes = np.stack([chunk["lengths"], chunk["sizes"]], axis=1)
                 of_rows = [chunk[k] for k in (TARGETS, "firsts", "ignored")] if has_rows else []
             for split, chosen in ((TRAIN, ~held_out), (HELD_OUT, held_out)):
                 before = np.cumsum(sizes[chosen], axis=0) - sizes[chosen] + kept[split]
                 for what, column in zip(("starts", "texts"), before[begins[chosen]].T, strict=True):
                     column.tofile(files[split, what])
+                spells[split] += int(do_spell[chosen].sum())
                 of_tokens = np.repeat(chosen, sizes[:, 0])
                 tokens[of_tokens].tofile(files[split, "tokens"])
                 if of_rows:
@@ -369,6 +376,8 @@ def _flatten(
         "fingerprint": digest.hexdigest(),
         "dtype": tokenizer.dtype.name,
         "bytes": {split: kept[split][1] for split in SPLITS},
+        "spells": spells,
+        "unused": source.unused(),
         **({"rows": rows, "ignored": ignored} if has_rows else {}),
     }
     write_about(folder, about)

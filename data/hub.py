@@ -2,10 +2,11 @@
 
 import gzip
 import io
+import itertools
 import logging
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from data import DataError
@@ -66,7 +67,9 @@ def commit(name: str, dataset: str) -> str:
 
 
 def parquet_rows(path: pathlib.Path, columns: list[str], optional: Sequence[str] = ()) -> Rows:
-    """Yields columns of a local file's rows; without one of `columns`, only all column names.
+    """Yields columns of a local file's rows; without one of `columns`, only the first row, whole.
+
+    That row lacks columns of other kinds than text that it has no value for.
 
     Args:
       optional: columns that a file may have, too.
@@ -78,7 +81,10 @@ def parquet_rows(path: pathlib.Path, columns: list[str], optional: Sequence[str]
     with parquet.pq.ParquetFile(path, buffer_size=2**16) as file:
         names = file.schema_arrow.names
         if not {*columns} <= {*names}:
-            yield dict.fromkeys(names)
+            texts = _text_columns(file.schema_arrow)
+            for batch in itertools.islice(file.iter_batches(1, use_threads=False), 1):
+                for row in batch.to_pylist():
+                    yield {k: cell for k, cell in row.items() if cell is not None or k in texts}
             return
         columns = [*columns, *(name for name in optional if name in names)]
         for batch in file.iter_batches(64, columns=columns, use_threads=False):
@@ -91,6 +97,26 @@ def parquet_columns(path: pathlib.Path) -> list[str]:
 
     with parquet.pq.ParquetFile(path) as file:
         return file.schema_arrow.names
+
+
+def _text_columns(schema) -> set[str]:
+    kinds = ("string", "large_string", "string_view")  # also as the values of a dictionary
+    return {
+        field.name
+        for field in schema
+        if str(field.type).removeprefix("dictionary<values=").partition(",")[0] in kinds
+    }
+
+
+def without_nul(blocks: Iterable[str], where: str) -> Iterator[str]:
+    """Passes blocks of a text file on. Raises DataError at a NUL, which no text has."""
+    for block in blocks:
+        if "\0" in block:
+            raise DataError(
+                f"{where} is not a text file: it has NUL bytes, as UTF-16 and token ids do; convert it to "
+                "UTF-8, or name the files to read with a pattern, as in 'FOLDER/*.txt'"
+            )
+        yield block
 
 
 def text_file(path: pathlib.Path, encoding: str = "utf-8") -> TextIO:

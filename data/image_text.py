@@ -203,7 +203,9 @@ def _caption_column(dataset: str, file: pathlib.Path, caption: str) -> str:
     """The column of a table that has captions; "" if none has. Raises DataError."""
     _, row = next(sources.rows_of_file(dataset, file), ("", {}))
     if caption and caption not in row:
-        columns = ", ".join(map(repr, row))
+        columns = ", ".join(
+            repr(name) for name, value in row.items() if isinstance(value, str | list)
+        )
         raise DataError(
             f"--dataset={dataset}: {file.name} has no column {caption!r}; set --caption_column to one "
             f"of {columns}"

@@ -1,7 +1,8 @@
-"""Texts with labels, for encoders that classify.
+"""Texts with labels, or pairs of texts with labels, for encoders that classify.
 
     {"text": "A fine film.", "label": "positive"}
     {"text": "Dull.", "label": 0}
+    {"premise": "It rains.", "hypothesis": "It is dry.", "label": "contradiction"}
 
 Names of classes are the labels, sorted. Numbers below the number of a given model's classes are its
 classes, in its order. The default texts are pieces of the standard library's source: code,
@@ -9,6 +10,8 @@ comments and docstrings.
 """
 
 import functools
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +24,21 @@ from data.whole_texts import Row, Texts
 
 WHERE = "a piece of the standard library"
 MOST = 120  # characters of such a piece
+# Columns of datasets whose rows have two texts: natural language inference, paraphrases, reranking.
+TWO_TEXTS = (
+    ("text", "text_pair"),
+    ("premise", "hypothesis"),
+    ("sentence1", "sentence2"),
+    ("sentence_A", "sentence_B"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("query", "passage"),
+    ("query", "document"),
+)
 
 
 class Labelled(Rows):
-    """Examples {"tokens", "segment_ids", "label"}."""
+    """Examples {"tokens", "segment_ids", "label"}, and "types" of tokens if the texts have any."""
 
     def __init__(self, texts: Texts, label_N: np.ndarray):
         self.texts = texts
@@ -45,6 +59,8 @@ def load(
     tokenizer: Tokenizer | None = None,
     eval_dataset: str = "",
     labels: Sequence[str] = (),
+    pair_column: str = "",
+    types: bool = False,
 ) -> Dataset:
     """Loads labelled texts of at most seq_len tokens; longer ones are cut.
 
@@ -52,13 +68,20 @@ def load(
       dataset: stdlib, or JSON Lines, Parquet, CSV or hf: datasets as in `sources.find`.
       eval_dataset: the held-out texts; without it, a twentieth of the texts, at least one.
       labels: names of a model's classes, in its order; kept if they include all of the dataset's.
+      pair_column: column of a row's second text; empty: as `text_columns` finds it.
+      types: whether the model knows the types of tokens, by which it tells two texts apart.
 
     Raises DataError if there are no such texts, a row lacks a text or a label, there is one class
     alone, or a held-out text has a class that no training text has.
     """
     tokenizer = tokenizer or BYTES
     made = _made() if dataset == "stdlib" else ()
-    parts = [*whole_texts.splits(dataset, eval_dataset, made, text_column, "text_column")]
+    train_rows, held_out_rows = whole_texts.read(dataset, eval_dataset, made)
+    text_column, *pair = text_columns(train_rows[0][1], text_column, pair_column)
+    if held_out_rows is None:
+        parts = [*whole_texts.hold_out(train_rows, dataset, text_column, "text_column")]
+    else:
+        parts = [train_rows, held_out_rows]
     named = [[_label(row, label_column, where) for where, row in part] for part in parts]
     names = classes(named[0], labels)
     if len(names) < 2:
@@ -73,16 +96,24 @@ def load(
                 f"({', '.join(sorted(known)[:10])}); remove the row, or add such texts to train on"
             )
     loaded = []
+    spelled = []
     for part, label_names in zip(parts, named, strict=True):
-        texts = [whole_texts.text(row, text_column, "text_column", where) for where, row in part]
+        texts = whole_texts.column(part, text_column, "text_column")
+        others = [whole_texts.column(part, name, "pair_column") for name in pair]
         label_N = np.array([_number(name, names) for name in label_names], np.int32)
-        loaded.append(Labelled(whole_texts.encode(texts, tokenizer, seq_len), label_N))
+        if others:
+            encoded = whole_texts.encode_pairs(texts, others[0], tokenizer, seq_len, types)
+        else:
+            encoded = whole_texts.encode(texts, tokenizer, seq_len)
+        loaded.append(Labelled(encoded, label_N))
+        spelled += [" ".join(of_row) for of_row in zip(texts, *others, strict=True)]
     train, held_out = loaded
     prints = [x for part in loaded for x in (part.texts.fingerprint, part.label_N.tobytes())]
     return Dataset(
         train=train,
         held_out=held_out,
-        filler=whole_texts.filler(seq_len) | {"label": np.array(-1, np.int32)},
+        filler={name: np.zeros_like(x) for name, x in train[0].items()}
+        | {"label": np.array(-1, np.int32)},
         unit="texts",
         units=1,
         config={"labels": names},
@@ -91,9 +122,33 @@ def load(
         ),
         notes=(
             f"Training data: {len(train):,} texts of {len(names)} classes; held out: {len(held_out):,}.",
+            *_two_texts_note(text_column, pair, types),
+            *whole_texts.unused(parts, [text_column, *pair, label_column]),
             *train.texts.notes(),
+            *whole_texts.spelled(spelled, "texts", tokenizer),
         ),
     )
+
+
+def text_columns(row: Any, text_column: str, pair_column: str = "") -> tuple[str, ...]:
+    """The column of a row's text, or those of its two texts.
+
+    Args:
+      text_column, pair_column: as the flags name them. Without pair_column, TWO_TEXTS decides: the
+        partner of text_column, or the only pair of the row if it lacks the default column.
+    """
+    columns = row if isinstance(row, dict) else {}
+    if pair_column:
+        return text_column, pair_column
+    both = [pair for pair in TWO_TEXTS if {*pair} <= {*columns}]
+    if text_column in columns or text_column != "text":
+        both = [pair for pair in both if pair[0] == text_column]
+    return both[0] if len(both) == 1 else (text_column,)
+
+
+def _two_texts_note(first: str, second: Sequence[str], types: bool) -> list[str]:
+    how = "told apart by types of tokens" if types else "told apart by control tokens alone"
+    return [f"Two texts a row: {first!r} and {name!r}, {how}." for name in second]
 
 
 def classes(found: Sequence[str], labels: Sequence[str] = ()) -> tuple[str, ...]:
@@ -112,10 +167,23 @@ def _number(name: str, names: Sequence[str]) -> int:
 def _label(row: Any, column: str, where: str) -> str:
     """The name of a row's class. Raises DataError, naming the row, if it has none."""
     value = whole_texts.cell(row, column, "label_column", where)
-    if isinstance(value, bool | str) or (isinstance(value, float | int) and value == int(value)):
-        name = str(value) if isinstance(value, bool | str) else str(int(value))
-        if name:
-            return name
+    is_gap = isinstance(value, float) and math.isnan(value)  # as pandas reads an empty cell
+    if is_gap or (isinstance(value, str) and value.strip().lower() in ("", "nan")):
+        raise DataError(
+            f"{where} has no label in the column {column!r}; fill it, or remove the row"
+        )
+    name = value.strip() if isinstance(value, str) else None
+    if isinstance(value, bool):
+        name = str(value)
+    elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        name = str(int(value))
+    if name and re.fullmatch(r"-\d+", name):
+        raise DataError(
+            f"{where} has the label {name} in the column {column!r}, which stands for no label in many "
+            "datasets; remove the row, or write names of classes"
+        )
+    if name:
+        return name
     raise DataError(
         f"{where} has {value!r} in the column {column!r}; a label is a name or a whole number"
     )

@@ -8,8 +8,12 @@
 
 Messages are rendered by the model's chat template, texts are taken as they are, or, with `as_chat`, as
 messages. Only answers are targets, as in conversations.py. A row of a batch is a pair, so both of its
-answers are always on the same device. Of labelled answers, a row has an answer, its label, and the next
-row's answer to the same prompt, whose log-probability KTO compares with; a pair is two such rows.
+answers are always on the same device. Of labelled answers, a row has an answer, its label, and an answer
+to another prompt as if it answered the row's, whose log-probability KTO compares with; a pair is two such
+rows.
+
+Texts of answers may begin with their prompt. It is cut off if all rows of a dataset do so, each at the end
+of a token; with `as_chat`, an answer is a message, which is whole.
 
 The default pairs are made from the standard library's source: the chosen answer continues a text,
 the rejected one is that continuation with letters swapped.
@@ -17,23 +21,25 @@ the rejected one is that continuation with letters swapped.
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import DataError, conversations, sources
+from data import DataError, conversations, sources, whole_texts
 from data.batches import Dataset, Example, Rows
-from data.conversations import PAIRS, Document, checked_messages, documents
+from data.conversations import PAIRS, SPEAKERS, Document, checked_messages, documents
 from data.tokenizer import BYTES, Tokenizer
+from data.whole_texts import Row
 
 # Names of the columns in well-known datasets.
 ANSWERS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 PROMPTS = ("prompt", "instruction", "question", "input", "query", "conversations")
 LABELLED_ANSWERS = ("completion", "response", "answer")
+LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}  # as text
 HELD_OUT = 20  # one prompt of so many is held out, if the dataset has no split for it
-ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # of {"from": …, "value": …}
 TURN = "\n\nAssistant:"  # begins an answer in dialogues that are one text
 # Of pairs made from a text: bytes of the prompt and of the answer, and pairs of a file at most, for
 # training and held out.
@@ -46,7 +52,7 @@ class Made(NamedTuple):
     prompt: str  # decides whether it is held out
     chosen: Document
     rejected: Document
-    label: bool | None = None  # of `chosen`, where `rejected` is the next row's answer
+    label: bool | None = None  # of `chosen`, where `rejected` is an answer to another prompt
 
 
 class Labelled(NamedTuple):
@@ -80,15 +86,17 @@ def load(
     """
     tokenizer = tokenizer or BYTES
     read = functools.partial(_read, tokenizer=tokenizer, chat=as_chat, labelled=labelled)
-    train, held_out = read(dataset)
+    train, held_out, notes = read(dataset)
     if eval_dataset:
         train += held_out or []
-        own, of_split = read(eval_dataset)
+        own, of_split, more_notes = read(eval_dataset)
         held_out = own + (of_split or [])
+        notes += [note for note in more_notes if note not in notes]
     elif held_out is None:
         train, held_out = _split(train, dataset)
+    if labelled:
+        _check_labels(train, dataset)
     parts = {"Training data": Pairs(train, seq_len), "Held out": Pairs(held_out, seq_len)}
-    notes = []
     for what, pairs in parts.items():
         notes += pairs.notes(what, tokenizer)
         if not len(pairs):
@@ -189,40 +197,113 @@ def _same(a: Document, b: Document) -> bool:
 
 def _read(
     dataset: str, tokenizer: Tokenizer, chat: bool, labelled: bool
-) -> tuple[list[Made], list[Made] | None]:
-    """(pairs, held-out pairs) of a dataset; None if it has no split for these."""
+) -> tuple[list[Made], list[Made] | None, list[str]]:
+    """(pairs, held-out pairs, lines to print) of a dataset; None if it has no split for these."""
+    parts = sources.rows(dataset) if dataset != "stdlib" else _from_text()
+    train, held_out = (None if rows is None else list(rows) for rows in parts)
+    rows = [*(train or ()), *(held_out or ())]
+    chat = chat and dataset != "stdlib"
+    begin_with_prompts = _begin_with_prompts(rows, labelled, tokenizer)
+    read = {"chat": chat, "cut": begin_with_prompts and not chat}
 
-    def made_of(rows) -> list[Made]:
+    def made_of(rows: list[Row]) -> list[Made]:
         if not labelled:
-            return [_made(row, where, tokenizer, chat) for where, row in rows]
-        return _with_next_answers(
-            [x for where, row in rows for x in _labelled(row, where, chat)], tokenizer
+            return [_made(row, where, tokenizer, **read) for where, row in rows]
+        answers = [answer for where, row in rows for answer in _labelled(row, where, **read)]
+        return _with_other_answers(answers, tokenizer)
+
+    made = made_of(train or [])
+    made_held_out = None if held_out is None else made_of(held_out)
+    notes = _notes(rows, labelled, tokenizer)
+    if begin_with_prompts and chat:
+        notes.append(
+            f"warning: all answers of {len(rows):,} rows begin with their prompt, which is learned as a part of "
+            "them; leave --as_chat out, or remove the prompt from the answers."
+        )
+    if labelled and len({one.prompt for one in made}) == 1:
+        notes.append(
+            f"warning: all rows of --dataset={dataset} have one prompt, so z of the loss is the mean log ratio "
+            "of other answers to it."
+        )
+    return made, made_held_out, notes
+
+
+def _begin_with_prompts(rows: list[Row], labelled: bool, tokenizer: Tokenizer) -> bool:
+    """Whether the answers of all rows are texts that begin with their prompt, at the end of a token."""
+    for _, row in rows:
+        if not isinstance(row, dict):
+            return False
+        names = _answer_names(row, labelled)
+        prompt = next((row[name] for name in PROMPTS if row.get(name) is not None), None)
+        answers: list[Any] = [row.get(name) for name in names]
+        if not prompt or not all(isinstance(text, str) for text in (prompt, *answers)):
+            return False
+        rest = [answer[len(prompt) :] for answer in answers if answer.startswith(prompt)]
+        if len(rest) < len(answers) or not all(rest):
+            return False
+        if not conversations.ends_at_border(prompt, rest, tokenizer):
+            return False
+    return bool(rows)
+
+
+def _notes(rows: list[Row], labelled: bool, tokenizer: Tokenizer) -> list[str]:
+    """Lines to print about the rows of a dataset."""
+    used = {"system", *conversations.CONTEXT}
+    texts = []
+    for _, row in rows:
+        prompt = [name for name in PROMPTS if row.get(name) is not None][:1]
+        names = [*prompt, *_answer_names(row, labelled)]
+        used |= {*names} | ({"label"} if labelled else set())
+        texts.append(" ".join(row[name] for name in names if isinstance(row[name], str)))
+    spelled = whole_texts.spelled(texts, "rows", tokenizer)
+    return [*whole_texts.unused([rows], sorted(used)), *spelled]
+
+
+def _check_labels(made: list[Made], dataset: str) -> None:
+    """Raises DataError if labelled answers are all good, or all bad."""
+    good = sum(bool(one.label) for one in made)
+    if good in (0, len(made)):
+        label, missing = ("true", "bad") if good else ("false", "good")
+        raise DataError(
+            f"--dataset={dataset} has {good:,} good and {len(made) - good:,} bad answers to train on, all of them "
+            f"with label {label}; add {missing} ones"
+            + (", or fine-tune on good ones alone (recipes.transformer)" if good else "")
         )
 
-    parts = sources.rows(dataset) if dataset != "stdlib" else _from_text()
-    chat = chat and dataset != "stdlib"
-    made, held_out = (None if rows is None else made_of(rows) for rows in parts)
-    return made or [], held_out
 
+def _with_other_answers(answers: list[Labelled], tokenizer: Tokenizer) -> list[Made]:
+    """Tokenizes labelled answers, each beside an answer to another prompt as if it answered its own.
 
-def _with_next_answers(answers: list[Labelled], tokenizer: Tokenizer) -> list[Made]:
-    """Tokenizes labelled answers, each beside the next one's answer to its prompt."""
+    That is the next row's, or the one of as many rows on as the prompt has neighbouring rows: of
+    pairs, the chosen answer meets the next pair's chosen one. If there is a single prompt, it is
+    another answer to it.
+    """
+    prompts = [json.dumps(one.prompt, sort_keys=True) for one in answers]
+    runs = [len([*run]) for _, run in itertools.groupby(prompts)]  # rows of a prompt in a row
+    run_of, end_of = np.repeat(runs, runs).tolist(), np.repeat(np.cumsum(runs), runs).tolist()
+    has_others = len({*prompts}) > 1
     made = []
-    for one, after in zip(answers, [*answers[1:], *answers[:1]], strict=True):
-        sides = {one.where: one.answer, f"{one.where} with the next answer": after.answer}
-        answer, other = _tokenized(one.prompt, sides, one.context, tokenizer)
-        made.append(Made(json.dumps(one.prompt, sort_keys=True), answer, other, one.is_good))
+    for number, (one, prompt) in enumerate(zip(answers, prompts, strict=True)):
+        other = (number + (run_of[number] if has_others else 1)) % len(answers)
+        while has_others and prompts[other] == prompt:
+            other = end_of[other] % len(answers)
+        sides = {one.where: one.answer, f"{one.where} with another answer": answers[other].answer}
+        answer, other_answer = _tokenized(one.prompt, sides, one.context, tokenizer)
+        made.append(Made(prompt, answer, other_answer, one.is_good))
     return made
 
 
-def _labelled(row: Any, where: str, chat: bool) -> list[Labelled]:
+def _labelled(row: Any, where: str, chat: bool, cut: bool = True) -> list[Labelled]:
     """The labelled answer of a row, or both of a pair. Raises DataError, naming the row, if it has none."""
     context = _context(row)
     name = next((name for name in LABELLED_ANSWERS if name in row), "")
     if not name or "label" not in row:
-        prompt, chosen, rejected = pair_of(row, where, chat)
+        prompt, chosen, rejected = pair_of(row, where, chat, cut)
         return [Labelled(prompt, x, x is chosen, context, where) for x in (chosen, rejected)]
-    if row["label"] not in (True, False):  # also 1 and 0
+    label = row["label"]
+    if isinstance(label, str):  # all that a CSV can hold
+        label = LABELS.get(label.strip().lower(), label)
+    if isinstance(label, str) or label not in (True, False):  # also 1 and 0
         raise DataError(
             f"{where} has label {row['label']!r}; use true for a good answer, false for a bad one"
         )
@@ -230,6 +311,8 @@ def _labelled(row: Any, where: str, chat: bool) -> list[Labelled]:
         (_plain(row[key], key, where) for key in PROMPTS if row.get(key) is not None), None
     )
     answer: Any = _plain(row[name], name, where)
+    if cut and not chat and isinstance(prompt, str) and isinstance(answer, str):
+        answer = answer.removeprefix(prompt)
     if prompt is None and isinstance(answer, list):
         prompt, answer = answer[:-1], answer[-1:]
     if not prompt or not (answer.strip() if isinstance(answer, str) else answer):
@@ -238,7 +321,7 @@ def _labelled(row: Any, where: str, chat: bool) -> list[Labelled]:
         if isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
         (prompt, (answer, _)) = _messages(prompt, [answer, []], row.get("system"))
-    return [Labelled(prompt, answer, bool(row["label"]), context, where)]
+    return [Labelled(prompt, answer, bool(label), context, where)]
 
 
 def _split(pairs: list[Made], dataset: str) -> tuple[list[Made], list[Made]]:
@@ -257,9 +340,9 @@ def _split(pairs: list[Made], dataset: str) -> tuple[list[Made], list[Made]]:
     return [p for p in pairs if digest(p) > last], [p for p in pairs if digest(p) <= last]
 
 
-def _made(row: Any, where: str, tokenizer: Tokenizer, chat: bool) -> Made:
+def _made(row: Any, where: str, tokenizer: Tokenizer, chat: bool, cut: bool) -> Made:
     """Tokenizes a row. Raises DataError, naming it, if it is no pair."""
-    prompt, *answers = pair_of(row, where, chat)
+    prompt, *answers = pair_of(row, where, chat, cut)
     sides = {f"{where} ({name})": answer for name, answer in zip(ANSWERS[0], answers, strict=True)}
     chosen, rejected = _tokenized(prompt, sides, _context(row), tokenizer)
     return Made(json.dumps(prompt, sort_keys=True), chosen, rejected)
@@ -274,6 +357,9 @@ def _tokenized(
     prompt: Any, answers: dict[str, Any], context: dict[str, Any], tokenizer: Tokenizer
 ) -> list[Document]:
     """Tokenizes a prompt with each answer. Raises DataError, naming an answer by its key."""
+    if isinstance(prompt, str):  # for both answers, or white space of one would be in the margin
+        prompt, moved = conversations.at_border(prompt, [*answers.values()], tokenizer)
+        answers = dict(zip(answers, moved, strict=True))
     rows = {
         where: conversations.checked(
             {"prompt": prompt, "completion": answer} | context, PAIRS, where
@@ -290,8 +376,22 @@ def _tokenized(
     return [turns[0] for turns in made.values()]
 
 
-def pair_of(row: Any, where: str, chat: bool = False) -> tuple[Any, Any, Any]:
+def _answer_names(row: Any, labelled: bool) -> tuple[str, ...]:
+    """Names of the columns of a row's answers: those of a pair, or of a labelled answer."""
+    of_one = [name for name in LABELLED_ANSWERS if labelled and name in row and "label" in row]
+    return (
+        (of_one[0],)
+        if of_one
+        else next((names for names in ANSWERS if {*names} & {*row}), ANSWERS[0])
+    )
+
+
+def pair_of(row: Any, where: str, chat: bool = False, cut: bool = True) -> tuple[Any, Any, Any]:
     """(prompt, chosen, rejected) of a row: three texts, or three lists of messages.
+
+    Args:
+      chat: whether texts are messages, which are whole.
+      cut: whether other texts of answers may begin with their prompt.
 
     Raises DataError, naming the row, if it has another form.
     """
@@ -316,7 +416,7 @@ def pair_of(row: Any, where: str, chat: bool = False) -> tuple[Any, Any, Any]:
         if isinstance(prompt, list):  # of messages, with an answer that is a text
             answers = [[{"role": "assistant", "content": answer}] for answer in answers]
         else:
-            prompt, answers = _without_prompt(prompt, answers)
+            prompt, answers = _without_prompt(prompt, answers, cut and not chat)
             if chat:
                 answers = [[{"role": "assistant", "content": answer}] for answer in answers]
     if isinstance(answers[0], list):
@@ -335,24 +435,25 @@ def pair_of(row: Any, where: str, chat: bool = False) -> tuple[Any, Any, Any]:
 
 
 def _plain(value: Any, name: str, where: str) -> Any:
-    """A text, or checked messages: a list of them, one alone, or {"messages": […]}."""
+    """A text, or checked messages: a list of them, one alone, or {"messages": […]}; also as JSON text."""
+    value = conversations.messages_of_text(value, name, where)
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
         value = value["messages"] if isinstance(value.get("messages"), list) else [value]
     if isinstance(value, list):
         value = [
-            {"role": ROLES.get(one["from"], one["from"]), "content": one["value"]}
+            {"role": SPEAKERS.get(one["from"], one["from"]), "content": one["value"]}
             if isinstance(one, dict) and {"from", "value"} <= {*one} else one
             for one in value
         ]  # fmt: skip
     return checked_messages(value, name, where)
 
 
-def _without_prompt(prompt: str | None, answers: list[str]) -> tuple[str, list[str]]:
+def _without_prompt(prompt: str | None, answers: list[str], cut: bool) -> tuple[str, list[str]]:
     """(prompt, answers) of texts that may each begin with the prompt."""
     if prompt is not None:
-        if prompt and all(answer.startswith(prompt) for answer in answers):
+        if cut and all(answer.startswith(prompt) for answer in answers):
             answers = [answer[len(prompt) :] for answer in answers]
         return prompt, answers
     chosen, rejected = answers

@@ -1,37 +1,52 @@
 """Pairs of texts that mean the same, for encoders that compare texts.
 
     {"anchor": "How do I sort a list?", "positive": "Call list.sort, or sorted for a new one."}
+    {"anchor": "…", "positive": "…", "negative": "Call list.reverse."}
 
-All other rows of a batch are what a text does not mean. The default pairs are docstrings of the
+All other rows of a batch are what a text does not mean, and so are all negatives. The default pairs are docstrings of the
 standard library with their functions' code.
 """
 
 import functools
+import re
+from typing import Any
 
 import numpy as np
 
-from data import snippets, whole_texts
+from data import DataError, snippets, whole_texts
 from data.batches import Dataset, Example, Rows
 from data.tokenizer import BYTES, Tokenizer
 from data.whole_texts import Row, Texts
 
 WHERE = "a function of the standard library"
 MOST = 120  # characters of a docstring and of a function's code
+NEGATIVES = re.compile(r"(hard_)?neg(ative)?s?(_?\d+)?", re.IGNORECASE)  # names of such columns
 
 
 class Similar(Rows):
-    """Examples {"tokens", "segment_ids", "other_tokens", "other_segment_ids", "counted"}."""
+    """Examples {"tokens", "segment_ids", "other_tokens", "other_segment_ids", "counted"}.
 
-    def __init__(self, anchors: Texts, positives: Texts):
+    With negatives they have "negative_tokens" and "negative_segment_ids", too.
+    """
+
+    def __init__(self, anchors: Texts, positives: Texts, negatives: Texts | None = None):
         self.anchors = anchors
-        self.positives = positives
+        self.others = {"other": positives}
+        if negatives is not None:
+            self.others["negative"] = negatives
+
+    @property
+    def sides(self) -> list[Texts]:
+        return [self.anchors, *self.others.values()]
 
     def __len__(self):
         return len(self.anchors)
 
     def take(self, numbers: np.ndarray) -> Example:
-        others = {f"other_{name}": x for name, x in self.positives.take(numbers).items()}
-        return self.anchors.take(numbers) | others | {"counted": np.ones(len(numbers), bool)}
+        batch = self.anchors.take(numbers) | {"counted": np.ones(len(numbers), bool)}
+        for side, texts in self.others.items():
+            batch |= {f"{side}_{name}": x for name, x in texts.take(numbers).items()}
+        return batch
 
 
 def load(
@@ -41,10 +56,12 @@ def load(
     seq_len: int = 128,
     tokenizer: Tokenizer | None = None,
     eval_dataset: str = "",
+    negative_column: str = "negative",
 ) -> Dataset:
     """Loads pairs of texts of at most seq_len tokens each; longer ones are cut.
 
     Args:
+      negative_column: used if the first row has it.
       dataset: stdlib, or JSON Lines, Parquet, CSV or hf: datasets as in `sources.find`.
       eval_dataset: the held-out pairs; without it, those of a twentieth of the anchors, at least one.
 
@@ -53,35 +70,51 @@ def load(
     tokenizer = tokenizer or BYTES
     columns = {"anchor_column": anchor_column, "positive_column": positive_column}
     made = _made(*columns.values()) if dataset == "stdlib" else ()
-    parts = whole_texts.splits(dataset, eval_dataset, made, anchor_column, "anchor_column")
+    train_rows, held_out_rows = whole_texts.read(dataset, eval_dataset, made)
+    first_row = train_rows[0][1] if isinstance(train_rows[0][1], dict) else {}
+    if negative_column in first_row:
+        columns["negative_column"] = negative_column
+    _check_negatives(first_row, list(columns.values()), dataset)
+    if held_out_rows is None:
+        parts = whole_texts.hold_out(train_rows, dataset, anchor_column, "anchor_column")
+    else:
+        parts = (train_rows, held_out_rows)
     pairs = []
+    spelled = []
     for part in parts:
-        sides = [
-            [whole_texts.text(row, column, flag, where) for where, row in part]
-            for flag, column in columns.items()
-        ]
+        sides = [whole_texts.column(part, column, flag) for flag, column in columns.items()]
+        spelled += [" ".join(of_row) for of_row in zip(*sides, strict=True)]
         pairs.append(Similar(*(whole_texts.encode(side, tokenizer, seq_len) for side in sides)))
     train, held_out = pairs
-    row = whole_texts.filler(seq_len)
     return Dataset(
         train=train,
         held_out=held_out,
-        filler=row
-        | {f"other_{name}": x for name, x in row.items()}
-        | {"counted": np.array(False)},
+        filler={name: np.zeros_like(x) for name, x in train[0].items()},
         unit="pairs",
         units=1,
         config={},
         facts=whole_texts.facts(
             dataset, eval_dataset, seq_len, tokenizer,
-            [x.fingerprint for pair in pairs for x in (pair.anchors, pair.positives)],
+            [side.fingerprint for pair in pairs for side in pair.sides],
         ),
         notes=(
-            f"Training data: {len(train):,} pairs of texts; held out: {len(held_out):,}.",
-            *train.anchors.notes(),
-            *train.positives.notes(),
+            f"Training data: {len(train):,} pairs of texts"
+            f"{', each with a negative' * ('negative' in train.others)}; held out: {len(held_out):,}.",
+            *whole_texts.unused(parts, list(columns.values())),
+            *(note for side in train.sides for note in side.notes()),
+            *whole_texts.spelled(spelled, "pairs", tokenizer),
         ),
     )  # fmt: skip
+
+
+def _check_negatives(row: Any, used: list[str], dataset: str) -> None:
+    """Raises DataError if a row has negatives that would not be learned from."""
+    others = [name for name in row if NEGATIVES.fullmatch(name) and name not in used]
+    if others:
+        raise DataError(
+            f"--dataset={dataset} has columns of negatives that the loss does not use: {len(others)} "
+            f"({', '.join(map(repr, others))}); name one by --negative_column, and remove the others"
+        )
 
 
 @functools.cache

@@ -13,24 +13,27 @@ Files may be compressed: .gz or, with the package zstandard, .zst.
 
 import codecs
 import contextlib
-import csv
 import functools
 import glob
 import hashlib
 import json
 import os
 import pathlib
+import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from data import DataError, buckets, conversations, hub
-from data.conversations import TEXT
+from data import DataError, buckets, conversations, delimited, hub
+from data.conversations import COLUMNS, TEXT
 
 HELD_OUT = 0.01  # share of the documents, if the dataset has no split for it
 LONGEST = 2**17  # bytes of a document that are tokenized at once; see AT_ONCE in chunks.py
 JSON = (".jsonl", ".ndjson", ".json", ".jsonlines", ".jl", ".ldjson", ".geojsonl")
-TABLES = {".csv": ",", ".tsv": "\t"}  # suffix → what divides the cells of a row
+TABLES = {
+    ".csv": delimited.COMMA,
+    ".tsv": delimited.TAB,
+}  # suffix → what divides the cells of a row
 KINDS = dict.fromkeys(JSON, "json") | dict.fromkeys(TABLES, "csv")
 KINDS |= {".parquet": "parquet", ".txt": "text"}
 # Data, not text: their braces and keys would be learned.
@@ -47,6 +50,9 @@ UNREAD = (
     ".xls",
 )
 COMPRESSED = (".gz", ".zst")
+# Files beside data that describe it or mark it as complete: README.md, and _SUCCESS of Spark.
+DESCRIBES = re.compile(r"(readme|license|licence|notice|citation)\b.*|_.*", re.IGNORECASE)
+DESCRIBES_JSON = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); the place is for messages
 
@@ -71,6 +77,7 @@ class Source(NamedTuple):
     train_only: bool  # whether nothing is held out
     form: Callable[[], str]  # form of its rows: TEXT, MESSAGES or PAIRS
     parts: Callable[[], Iterator[Part]]  # yields all documents, in order
+    unused: Callable[[], list[str]]  # columns of its first row that nothing reads
 
 
 def find(dataset: str, column: str = "text", train_only: bool = False) -> list[Source]:
@@ -128,6 +135,7 @@ def reading(name: str) -> Iterator[None]:
 
 
 def _source(name: str, weight: float, column: str, train_only: bool) -> Source:
+    columns = lambda: []  # noqa: E731
     form = lambda: TEXT  # noqa: E731
     if name == "stdlib":
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -137,14 +145,16 @@ def _source(name: str, weight: float, column: str, train_only: bool) -> Source:
         folder = pathlib.Path(os.path.expanduser(name.removeprefix("hf:")))
         with reading(name):
             files = _inside(folder) if folder.is_dir() else []
-        form = functools.cache(lambda: conversations.form(_hub_columns(name), column))
+        columns = functools.cache(lambda: _hub_columns(name))
+        form = functools.cache(lambda: conversations.form(columns(), column))
         read = functools.partial(_from_hub, name, column, train_only, form)
     else:
         remote = buckets.remote(name)
         with reading(name):
             paths = buckets.files(name, f"--dataset={name}") if remote else _files(name)
         files = _checked(name, paths)
-        form = functools.cache(lambda: conversations.form(_columns(files[0]), column))
+        columns = functools.cache(lambda: _columns(files[0]))
+        form = functools.cache(lambda: conversations.form(columns(), column))
         read = functools.partial(_from_files, name, files, column, train_only, form)
 
     def parts() -> Iterator[Part]:
@@ -152,7 +162,11 @@ def _source(name: str, weight: float, column: str, train_only: bool) -> Source:
             for part in read():
                 yield part._replace(held_out=False) if train_only else part
 
-    return Source(name, weight, files, column, train_only, form, parts)
+    def unused() -> list[str]:
+        used = {column} if form() == TEXT else {*COLUMNS[form()], *conversations.CONTEXT}
+        return sorted({*columns()} - used)
+
+    return Source(name, weight, files, column, train_only, form, parts, unused)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -218,14 +232,17 @@ def rows_of_file(name: str, path: pathlib.Path) -> Rows:
 
 
 def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
-    """Returns `files`. Raises DataError if they can't be read as one dataset."""
+    """The files to read, without those that only describe them. Raises DataError if they aren't alike."""
+    data = [file for file in files if not _describes(file)]
+    if any(kind(file) != "text" for file in data):
+        files = data
     if unread := [file for file in files if _suffix(file) in UNREAD]:
         raise DataError(
             f"--dataset={name}: {unread[0].name} is data of a kind that isn't read; convert it to JSON "
             "Lines, with the text in a column, or name the files to read with a pattern, as in "
             "'FOLDER/*.txt'"
         )
-    # A README next to .jsonl files is not a document; a folder of source code is all text.
+    # A page next to .jsonl files is not a document; a folder of source code is all text.
     other = [file for file in files if _suffix(file) not in KINDS]
     if other and any(kind(file) != "text" for file in files):
         raise DataError(
@@ -233,6 +250,13 @@ def _checked(name: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
             "read with a pattern, as in 'FOLDER/*.jsonl'"
         )
     return files
+
+
+def _describes(path: pathlib.Path) -> bool:
+    """Whether a file's name says that it describes the data in its folder."""
+    if kind(path) == "text":
+        return bool(DESCRIBES.fullmatch(path.name))
+    return path.name in DESCRIBES_JSON
 
 
 def _suffix(path: pathlib.Path) -> str:
@@ -265,7 +289,7 @@ def _from_files(
     for path in files:
         with _explained(name, path):
             if kind(path) == "text":
-                yield from _text_file(path)
+                yield from _text_file(path, f"--dataset={name}: {path.name}")
                 continue
             for number, (where, row) in enumerate(_rows(name, path, [column]), start=1):
                 if not isinstance(row, dict):
@@ -304,6 +328,11 @@ def _text(
     """The text of row `number`. Raises DataError: `of_first` for the first row, which may have others."""
     text = row.get(column)
     if isinstance(text, str):
+        if number == 1 and conversations.messages_of_text(text, column, where) != text:
+            raise DataError(
+                f"{where} has messages in the column {column!r}, whose JSON would be learned as text; name the "
+                'column \'messages\', with messages like {"role": "user", "content": "…"}'
+            )
         return text.encode(errors="replace")
     if column in row and text is None:
         raise DataError(
@@ -355,8 +384,11 @@ def _first_without_text(
 def _rows(name: str, path: pathlib.Path, columns: list[str]) -> Rows:
     """Yields the rows of a JSON, CSV or Parquet file, the last with at least these columns."""
     where = f"--dataset={name}: {path.name}"
-    if kind(path) in ("json", "csv"):
-        yield from (_json_rows if kind(path) == "json" else _csv_rows)(path, where)
+    if kind(path) == "json":
+        yield from _json_rows(path, where)
+        return
+    if kind(path) == "csv":
+        yield from delimited.rows(path, TABLES[_suffix(path)], where)
         return
     for number, row in enumerate(hub.parquet_rows(path, columns, conversations.CONTEXT), start=1):
         yield f"{where} row {number}", _from_arrow(row)
@@ -395,20 +427,6 @@ def _json_rows(path: pathlib.Path, where: str) -> Rows:
                 ) from None
 
 
-def _csv_rows(path: pathlib.Path, where: str) -> Rows:
-    """Yields the rows of a CSV or TSV file, whose first line has the names of the columns."""
-    csv.field_size_limit(2**31 - 1)
-    with hub.text_file(path, "utf-8-sig") as file:
-        rows = csv.DictReader(file, delimiter=TABLES[_suffix(path)], strict=True)
-        for row in rows:
-            if None in row:
-                raise DataError(
-                    f"{where} line {rows.line_num} has more cells than the first line; put quotation "
-                    "marks around cells that have the separator in them"
-                )
-            yield f"{where} line {rows.line_num}", row
-
-
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
@@ -428,7 +446,7 @@ def _columns(path: pathlib.Path) -> list[str]:
                 row = json.loads(next(line for line in file if line.strip()))
                 return list(row) if isinstance(row, dict) else []
         if kind(path) == "csv":
-            _, row = next(_csv_rows(path, ""))
+            _, row = next(delimited.rows(path, TABLES[_suffix(path)], ""))
             return list(row)
         return hub.parquet_columns(path) if kind(path) == "parquet" else []
     except Exception:
@@ -449,7 +467,7 @@ def _rows_of_conversations(name: str, files: list[pathlib.Path], form: str) -> R
                 "a.jsonl@0.7,b.txt@0.3"
             )
         with _explained(name, path):
-            yield from _rows(name, path, conversations.COLUMNS[form])
+            yield from _rows(name, path, COLUMNS[form])
 
 
 def _numbered(name: str, what: str, rows: hub.Rows) -> Rows:
@@ -526,22 +544,22 @@ def _end(text: bytes, first: int = 0) -> int:
     return end
 
 
-def _text_file(path: pathlib.Path) -> Iterator[Part]:
+def _text_file(path: pathlib.Path, where: str) -> Iterator[Part]:
     """Reads a document of any length in bounded memory: once for its hash, once for its parts."""
     digest, count = hashlib.sha256(), 0
-    for block in _blocks(path):
+    for block in _blocks(path, where):
         digest.update(block)
         count += 1
     held_out = _small(digest)
-    for number, block in enumerate(_blocks(path), start=1):
+    for number, block in enumerate(_blocks(path, where), start=1):
         yield Part(block, held_out, begins=number == 1, ends=number == count)
 
 
-def _blocks(path: pathlib.Path) -> Iterator[bytes]:
+def _blocks(path: pathlib.Path, where: str) -> Iterator[bytes]:
     """Yields a text file as UTF-8 with Unix line ends, cut like `_cut`; b"" if it is empty."""
     with hub.text_file(path, "utf-8-sig") as file:  # a byte order mark is no text
         buffered = b""
-        while block := file.read(LONGEST):
+        for block in hub.without_nul(iter(lambda: file.read(LONGEST), ""), where):
             buffered += block.encode()
             while len(buffered) > LONGEST:
                 end = _end(buffered)

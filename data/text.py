@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data import DataError, chat, corpus
+from data import DataError, chat, corpus, whole_texts
 from data.batches import Dataset, Example, Rows
 from data.corpus import Corpus, Split
 from data.packing import Packed
@@ -74,8 +74,14 @@ def load(
         | ({"template": tokenizer.chat_key} if masked else {})
         | ({"pack": True} if packed else {}),
         parts=tuple(zip(map(len, train_rows), weights, strict=True)),
+        has_answers=all(split.targets is not None for split in held_out),
         held_out_bytes=sum(rows.text_bytes(tokenizer) for rows in held_out_rows),
         notes=(
+            *(
+                whole_texts.unused_note(one.unused, one.train.source)
+                for one in corpora
+                if one.unused
+            ),
             *_notes("Training data", train, train_rows, seq_len, tokenizer),
             *_notes("Held out", held_out, held_out_rows, seq_len, tokenizer),
         ),
@@ -110,10 +116,13 @@ def _check(splits: list[Split], rows: list, seq_len: int, training: bool) -> Non
 def _notes(
     what: str, splits: list[Split], rows: list, seq_len: int, tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """Lines to print about conversations: what their targets are, and which are lost."""
+    """Lines to print: which control tokens are letters and, of conversations, targets and what is lost."""
     asks_for_date = "strftime_now" in tokenizer.template
     date = f"; templates see the date {chat.TRAINING_DAY:%d %b %Y}" if asks_for_date else ""
     for split, examples in zip(splits, rows, strict=True):
+        total = split.rows or len(split.starts)
+        spells = min(split.spells, total)  # the end of a split may have become the held-out one
+        yield from whole_texts.control_note(spells, total, f"rows of {split.source}")
         if split.targets is None:
             continue
         lost, count = examples.lost, f"{split.rows:,} row{'s' * (split.rows != 1)}"

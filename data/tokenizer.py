@@ -21,7 +21,7 @@ import pathlib
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,23 @@ BLOCK = 2**20  # tokens that `text_bytes` decodes at once
 GUIDE = "recipes/docs/tokenizers.md"
 TRAIN = ("train", "new", "auto")  # what people write who look for a run that trains its tokenizer
 
+# The shortest text of a control token that is looked for in texts: "!" pads in some vocabularies.
+SPELLED = 3
+
 _claiming = threading.Lock()
+
+
+class TwoTexts(NamedTuple):
+    """What a tokenizer puts around two texts of one row, such as [CLS] … [SEP] … [SEP]: ids and types."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    before_types: tuple[int, ...]
+    between_types: tuple[int, ...]
+    after_types: tuple[int, ...]
+    first_type: int
+    second_type: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +158,45 @@ class Tokenizer:
         special = [*example.special_tokens_mask]
         behind = special[::-1].index(0) if 0 in special else 0
         return tuple(example.ids[len(special) - behind :])
+
+    @functools.cached_property
+    def two_texts(self) -> TwoTexts:
+        """The form of a row of two texts. Raises DataError if nothing would divide them."""
+        if not self.files:
+            return TwoTexts((START,), (START,), (), (0,), (1,), (), 0, 1)
+        with _encoding(self.name):
+            example = self._library.encode("a", "b")
+        text = [example.sequence_ids.index(number) for number in (0, 1)]
+        first_end = max(i for i, number in enumerate(example.sequence_ids) if number == 0) + 1
+        second_end = max(i for i, number in enumerate(example.sequence_ids) if number == 1) + 1
+        parts = slice(text[0]), slice(first_end, text[1]), slice(second_end, None)
+        if not example.ids[parts[1]]:
+            raise DataError(
+                f"--tokenizer={self.name} puts no token between two texts of a row; use an encoder's "
+                "tokenizer, or bytes"
+            )
+        before, between, after = (tuple(example.ids[part]) for part in parts)
+        before_types, between_types, after_types = (tuple(example.type_ids[x]) for x in parts)
+        first_type, second_type = (example.type_ids[begin] for begin in text)
+        return TwoTexts(
+            before,
+            between,
+            after,
+            before_types,
+            between_types,
+            after_types,
+            first_type,
+            second_type,
+        )
+
+    @functools.cached_property
+    def _spelled(self) -> re.Pattern[str] | None:
+        texts = [text for text in self._special_texts if len(text) >= SPELLED]
+        return re.compile("|".join(map(re.escape, sorted(texts)))) if texts else None
+
+    def spells_control(self, text: str) -> bool:
+        """Whether a text spells a control token, as a rendered chat does: `encode` reads it as letters."""
+        return self._spelled is not None and bool(self._spelled.search(text))
 
     def decode(self, tokens, after=()) -> str:
         """Text without control tokens; ids outside the vocabulary, such as padding, are dropped.
@@ -246,8 +301,13 @@ class Tokenizer:
     @functools.cached_property
     def special(self) -> frozenset[int]:
         """Ids of control tokens."""
+        return frozenset({*self.start, *self.end, *self._special_texts.values()})
+
+    @functools.cached_property
+    def _special_texts(self) -> dict[str, int]:
+        """The texts of control tokens, and their ids."""
         added = self._library.get_added_tokens_decoder().items() if self.files else ()
-        return frozenset({*self.start, *self.end, *(i for i, token in added if token.special)})
+        return {token.content: number for number, token in added if token.special}
 
     def render(
         self,

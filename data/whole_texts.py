@@ -20,10 +20,22 @@ Row = tuple[str, dict[str, Any]]  # (place, columns); the place is for messages
 
 
 class Texts:
-    """Tokenized texts, in memory. A row has `length` positions."""
+    """Tokenized texts, in memory. A row has `length` positions.
 
-    def __init__(self, rows: Sequence[np.ndarray], length: int, longest: int = 0, cut: int = 0):
+    Args:
+      types: the type of each token, for rows of two texts and models that tell them apart.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[np.ndarray],
+        length: int,
+        longest: int = 0,
+        cut: int = 0,
+        types: Sequence[np.ndarray] | None = None,
+    ):
         self.length = length
+        self._types = None if types is None else np.concatenate([np.zeros(0, np.int32), *types])
         self.longest = longest  # tokens of the longest text, whole
         self.cut = cut  # texts that are cut
         self._ends = np.cumsum([0, *(len(row) for row in rows)])
@@ -33,18 +45,25 @@ class Texts:
         return len(self._ends) - 1
 
     def take(self, numbers: np.ndarray) -> Example:
-        """Rows [N, T]: tokens, and segment ids that are 1 for the text and 0 for padding."""
+        """Rows [N, T]: tokens, segment ids that are 1 for the text and 0 for padding, and any types."""
         tokens_NT = np.zeros((len(numbers), self.length), np.int32)
         segments_NT = np.zeros_like(tokens_NT)
+        types_NT = np.zeros_like(tokens_NT)
         for n, number in enumerate(np.asarray(numbers).tolist()):
-            tokens = self._tokens[self._ends[number] : self._ends[number + 1]]
-            tokens_NT[n, : len(tokens)] = tokens
-            segments_NT[n, : len(tokens)] = 1
-        return {"tokens": tokens_NT, "segment_ids": segments_NT}
+            begin, end = self._ends[number], self._ends[number + 1]
+            tokens_NT[n, : end - begin] = self._tokens[begin:end]
+            segments_NT[n, : end - begin] = 1
+            if self._types is not None:
+                types_NT[n, : end - begin] = self._types[begin:end]
+        types = {} if self._types is None else {"types": types_NT}
+        return {"tokens": tokens_NT, "segment_ids": segments_NT} | types
 
     @property
     def fingerprint(self) -> bytes:
-        return hashlib.sha256(self._tokens.tobytes() + self._ends.tobytes()).digest()
+        digest = hashlib.sha256(self._tokens.tobytes() + self._ends.tobytes())
+        if self._types is not None:
+            digest.update(self._types.tobytes())
+        return digest.digest()
 
     def notes(self) -> Iterator[str]:
         """A line about texts that are cut."""
@@ -64,6 +83,54 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Texts:
             cut += len(tokens) > room
             rows.append(around(tokens[:room], tokenizer))
     return Texts(rows, length, longest, cut)
+
+
+def encode_pairs(
+    firsts: Sequence[str], seconds: Sequence[str], tokenizer: Tokenizer, length: int, types: bool
+) -> Texts:
+    """Tokenizes rows of two texts, with the tokenizer's tokens around and between them.
+
+    Of longer rows, tokens of the longer text are cut, like "longest_first" of `transformers`.
+
+    Args:
+      types: whether rows have the types of tokens.
+    """
+    form = tokenizer.two_texts
+    controls = len(form.before) + len(form.between) + len(form.after)
+    if length < controls + 2:
+        raise DataError(
+            f"--seq_len={length} has no room for two texts between the {controls} control tokens around them; "
+            f"use --seq_len={controls + 2} or more"
+        )
+    rows, of_types, longest, cut = [], [], 0, 0
+    for begin in range(0, len(firsts), AT_ONCE):
+        sides = (tokenizer.encode(texts[begin : begin + AT_ONCE]) for texts in (firsts, seconds))
+        for first, second in zip(*sides, strict=True):
+            longest = max(longest, len(first) + len(second) + controls)
+            cut += len(first) + len(second) + controls > length
+            kept, kept_second = longest_first(len(first), len(second), length - controls)
+            parts = (form.before, first[:kept], form.between, second[:kept_second], form.after)
+            rows.append(np.concatenate([np.array(part, np.int32) for part in parts]))
+            first_types, second_types = [form.first_type] * kept, [form.second_type] * kept_second
+            parts = (
+                *form.before_types, *first_types, *form.between_types, *second_types,
+                *form.after_types,
+            )  # fmt: skip
+            of_types.append(np.array(parts, np.int32))
+    return Texts(rows, length, longest, cut, of_types if types else None)
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """Tokens that are kept of two texts, which have `room` together.
+
+    >>> longest_first(3, 9, 8), longest_first(9, 9, 7), longest_first(7, 2, 20)
+    ((3, 5), (3, 4), (7, 2))
+    """
+    shorter, longer = sorted((first, second))
+    if shorter + longer > room:
+        shorter = min(shorter, room // 2)
+        longer = room - shorter
+    return (shorter, longer) if first <= second else (longer, shorter)
 
 
 def encode_windows(texts: Iterable[bytes], tokenizer: Tokenizer, length: int) -> Texts:
@@ -116,6 +183,12 @@ def cell(row: Any, column: str, flag: str, where: str) -> Any:
 
 def text(row: Any, column: str, flag: str, where: str) -> str:
     """A row's text in a column. Raises DataError, naming the row, if it is empty or no text."""
+    if isinstance(row, dict) and column not in row:
+        texts = [repr(name) for name, value in row.items() if isinstance(value, str)]
+        raise DataError(
+            f"{where} has no column {column!r}; it has {', '.join(texts) or 'no text'}: "
+            + (f"set --{flag} to one of them" if texts else f"add {column!r}")
+        )
     value = cell(row, column, flag, where)
     if not isinstance(value, str) or not value.strip():
         what = "an empty text" if isinstance(value, str) else type(value).__name__
@@ -125,48 +198,87 @@ def text(row: Any, column: str, flag: str, where: str) -> str:
     return value
 
 
-def splits(
-    dataset: str, eval_dataset: str, made: Sequence[Row], column: str, flag: str
-) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows to evaluate on. Raises DataError if one of them would be empty.
+def unused(parts: Sequence[Sequence[Row]], used: Sequence[str]) -> list[str]:
+    """A line that names the columns that a task does not use, if there are any."""
+    names = {
+        name for part in parts for _, row in part for name in (row if isinstance(row, dict) else ())
+    } - {*used}
+    return [unused_note(sorted(names))] if names else []
+
+
+def unused_note(names: Sequence[str], of: str = "") -> str:
+    shown = ", ".join(map(repr, names[:10])) + ", …" * (len(names) > 10)
+    return f"Columns{f' of {of}' * bool(of)} that are not used: {len(names)} ({shown})."
+
+
+def spelled(texts: Iterable[str], what: str, tokenizer: Tokenizer) -> list[str]:
+    """A line that counts texts in which control tokens are spelled, if they are many."""
+    spells = [tokenizer.spells_control(text) for text in texts]
+    return control_note(sum(spells), len(spells), what)
+
+
+def control_note(count: int, total: int, what: str) -> list[str]:
+    """A warning about texts that were rendered before: from a tenth of them on."""
+    if not count or count * 10 < total:
+        return []
+    return [
+        f"warning: {count:,} of {total:,} {what} spell control tokens of the tokenizer, as rendered chats do, "
+        "and the model reads them as letters; use rows of messages, or texts without them."
+    ]
+
+
+def column(part: Sequence[Row], name: str, flag: str) -> list[str]:
+    """The texts of a column. Raises DataError, naming the row without one."""
+    return [text(row, name, flag, where) for where, row in part]
+
+
+def read(
+    dataset: str, eval_dataset: str, made: Sequence[Row]
+) -> tuple[list[Row], list[Row] | None]:
+    """Rows to train on, and rows to evaluate on or None if none are given. Raises DataError.
 
     Args:
       made: the rows of --dataset=stdlib.
-      column: its hash decides what is held out, if no split is given; `flag` names it.
     """
 
-    def read(name: str) -> tuple[list[Row], list[Row] | None]:
+    def read_one(name: str) -> tuple[list[Row], list[Row] | None]:
         if name == "stdlib":
             return list(made), None
         train, of_split = sources.rows(name)
         return list(train), None if of_split is None else list(of_split)
 
-    train, held_out = read(dataset)
+    train, held_out = read_one(dataset)
     if eval_dataset:
         train += held_out or []
-        held_out, of_split = read(eval_dataset)
+        held_out, of_split = read_one(eval_dataset)
         held_out += of_split or []
-    elif held_out is None:
-        digests = [
-            hashlib.sha256(
-                json.dumps(cell(row, column, flag, where), default=str).encode()
-            ).digest()
-            for where, row in train
-        ]
-        distinct = sorted({*digests})
-        if len(distinct) < 2:
-            raise DataError(
-                f"--dataset={dataset} has {len(distinct)} different texts, and one is held out to "
-                "evaluate on; add rows, or use --eval_dataset=FILE, which may be the same file"
-            )
-        last = distinct[max(1, len(distinct) // HELD_OUT) - 1]
-        rows = list(zip(train, digests, strict=True))
-        train = [row for row, digest in rows if digest > last]
-        held_out = [row for row, digest in rows if digest <= last]
     for rows, name in ((train, dataset), (held_out, eval_dataset or dataset)):
-        if not rows:
+        if rows == []:
             raise DataError(f"--dataset={name} has no rows; use another file")
     return train, held_out
+
+
+def hold_out(train: list[Row], dataset: str, column: str, flag: str) -> tuple[list[Row], list[Row]]:
+    """Rows to train on and rows to evaluate on. Raises DataError if one of them would be empty.
+
+    Args:
+      column: its hash decides what is held out; `flag` names it.
+    """
+    digests = [
+        hashlib.sha256(json.dumps(text(row, column, flag, where)).encode()).digest()
+        for where, row in train
+    ]
+    distinct = sorted({*digests})
+    if len(distinct) < 2:
+        raise DataError(
+            f"--dataset={dataset} has {len(distinct)} different texts, and one is held out to "
+            "evaluate on; add rows, or use --eval_dataset=FILE, which may be the same file"
+        )
+    last = distinct[max(1, len(distinct) // HELD_OUT) - 1]
+    rows = list(zip(train, digests, strict=True))
+    return [row for row, digest in rows if digest > last], [
+        row for row, digest in rows if digest <= last
+    ]
 
 
 def facts(

@@ -24,7 +24,7 @@ from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.sharding.abstract import Phases
-from recipes.common.tasks.classification import confusion, show
+from recipes.common.tasks.classification import confusion, few, show
 from recipes.common.tasks.text_encoders import (
     PairLoss,
     class_logits,
@@ -53,9 +53,16 @@ class EncoderText(Text):
     mask_rate: float = flag(
         0.15, "Share of the tokens to fill in.", "data", at_least=0.0, at_most=1.0
     )
+    pair_column: str = flag(
+        "", "Column of a row's second text, to classify two texts; empty: text_pair, hypothesis, sentence2 and "
+        "others beside their first text.", "data",
+    )  # fmt: skip
     label_column: str = flag("label", "Column of labels, names or numbers, to classify.", "data")
     anchor_column: str = flag("anchor", "Column of the first texts of pairs, to embed.", "data")
     positive_column: str = flag("positive", "Column of the texts that mean the same.", "data")
+    negative_column: str = flag(
+        "negative", "Column of texts that mean something else, if rows have one.", "data"
+    )
     scale: float = flag(20.0, "Factor of cosines, to embed: 1 / temperature.", "data", at_least=0.0)
     pairs: str = flag(
         "gather", "How texts to embed meet those of other devices; local: not at all, another loss.",
@@ -68,13 +75,17 @@ class EncoderText(Text):
             self.mask_rate, seed,
         )  # fmt: skip
 
-    def load_whole(self, tokenizer: Tokenizer, labels: tuple[str, ...]) -> Dataset:
-        """Loads labelled texts, or pairs. `labels`: the checkpoint's."""
+    def load_whole(self, tokenizer: Tokenizer, config: Config) -> Dataset:
+        """Loads labelled texts, or pairs. `config`: the model's, with a checkpoint's labels."""
         of_both = (self.seq_len, tokenizer, self.eval_dataset)
         if self.task == "classify":
             columns = (self.text_column, self.label_column)
-            return labelled.load(self.dataset, *columns, *of_both, labels)
-        return similar.load(self.dataset, self.anchor_column, self.positive_column, *of_both)
+            types = config.token_types > 1
+            return labelled.load(
+                self.dataset, *columns, *of_both, config.labels, self.pair_column, types
+            )
+        columns = (self.anchor_column, self.positive_column)
+        return similar.load(self.dataset, *columns, *of_both, self.negative_column)
 
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
@@ -98,7 +109,13 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> Planned
         "bert", flags, folder.start, tokenizer, mesh.devices.flat[0],
         change=functools.partial(for_task, task=task),
     )  # fmt: skip
-    texts = text.load_whole(tokenizer, config.labels)
+    texts = text.load_whole(tokenizer, config)
+    has_negatives = "negative_tokens" in texts.filler
+    if has_negatives and text.pairs == "local":
+        raise UserError(
+            "--pairs=local compares a device's own texts alone, and negatives are compared with all of the "
+            "batch; use --pairs=gather"
+        )
     check_set(flags, {"task", *texts.config})
     config = dataclasses.replace(config, **texts.config)
 
@@ -111,7 +128,7 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> Planned
     layout.check_whole(f"--task={task}")
     check_step(layout, training)
     if run.plan:
-        texts_at_once = run.batch_size * (2 if task == "embed" else 1)
+        texts_at_once = run.batch_size * (2 + has_negatives if task == "embed" else 1)
         layout = dataclasses.replace(layout, batch_size=texts_at_once)
         return PlannedStep(layout, training)
     print0(*texts.notes, *kernel.report(layout, text.seq_len, True), *kernel.matmul(layout))
@@ -132,7 +149,7 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> Planned
         extra = confusion(len(config.labels), class_logits)
     else:
         loss = PairLoss(text.scale, text.pairs)
-        extra, sequence = loss.count_found, 2 * sequence
+        extra, sequence = loss.count_found, (2 + has_negatives) * sequence
         phases = Phases(loss.embed, loss.compare)
         model = layout.model._replace(loss=loss, phases=phases)
         layout = dataclasses.replace(layout, model=model)
@@ -148,7 +165,9 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> Planned
         (nats, count), (right, _) = metrics["loss"], metrics["accuracy"]
         print0(
             f"Held-out loss {nats / count:.4f} nats a pair; {right:.0f} of {count:.0f} texts are nearest to "
-            f"their own partner among {min(run.batch_size, int(count))} ({right / count:.2%})."
+            f"their own partner among {min(run.batch_size, int(count)) * (1 + has_negatives)} "
+            f"({right / count:.2%}).",
+            *few(count, "pairs"),
         )
     finish(folder, layout, log)
 

@@ -24,6 +24,7 @@ from recipes.common.report import flops, kernel
 from recipes.common.runtime import Run, UserError, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
+from recipes.common.tasks.classification import few
 from recipes.common.train.checks import check_step
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.planned import PlannedStep
@@ -93,7 +94,10 @@ def main(
 
     # ---- What it has learned ---------------------------------------------------------------------
     means = {name: float(total / count) for name, (total, count) in metrics.items()}
-    print0(f"Held-out {', '.join(f'{name} {mean:.4f}' for name, mean in means.items())}.")
+    print0(
+        f"Held-out {', '.join(f'{name} {mean:.4f}' for name, mean in means.items())}.",
+        *few(float(metrics["accuracy"][1]), "pairs"),
+    )
     finish(folder, layout, log)
 
 

@@ -120,16 +120,19 @@ def read(flags: Embed) -> list[str]:
     path = pathlib.Path(flags.dataset).expanduser()
     if not flags.dataset.startswith("hf:") and path.is_file() and sources.kind(path) == "text":
         with sources.reading(flags.dataset), hub.text_file(path, "utf-8-sig") as file:
+            lines = hub.without_nul(file, f"--dataset={flags.dataset}")
             rows = [
                 (f"--dataset={flags.dataset} line {number}", {flags.text_column: line.rstrip("\n")})
-                for number, line in enumerate(file, start=1)
+                for number, line in enumerate(lines, start=1)
             ]
     else:
         train, held_out = sources.rows(flags.dataset)
         rows = [*train, *(held_out or ())]
     if not rows:
         raise DataError(f"--dataset={flags.dataset} has no texts; use another file")
-    return [whole_texts.text(row, flags.text_column, "text_column", where) for where, row in rows]
+    texts = whole_texts.column(rows, flags.text_column, "text_column")
+    print0(*whole_texts.unused([rows], [flags.text_column]))
+    return texts
 
 
 def write(out: pathlib.Path, texts: list[str], vectors: np.ndarray) -> None:

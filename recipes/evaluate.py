@@ -32,6 +32,7 @@ from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
 from recipes.common.tasks import encoder_evaluation, zero_shot
+from recipes.common.tasks.classification import few
 from recipes.common.train.evaluation import Evaluation, in_words
 
 ENCODER = "bert"  # the entry of text encoders
@@ -51,7 +52,9 @@ class Evaluate(Settings):
         "Classes for two towers to sort pictures into, comma-separated, or a file with one a line.",
     )
     templates: str = flag(
-        "", "Captions of a class, comma-separated, with {} for its name; empty: built-in ones."
+        "",
+        "Captions of a class, comma-separated, or a file with one a line, with {} for its name; empty: "
+        "built-in ones.",
     )
     limit: float = flag(0.0, "Questions per task, or a fraction if below 1; 0: all.", at_least=0.0)
     apply_chat_template: bool = flag(
@@ -64,6 +67,9 @@ class Evaluate(Settings):
         "data", choices=["all", "held_out"],
     )  # fmt: skip
     text_column: str = flag("text", "Text column of .jsonl, .parquet and hf: datasets.", "data")
+    pair_column: str = flag(
+        "", "Column of a second text, for classifiers of two; empty: as in recipes.bert.", "data"
+    )
     label_column: str = flag("label", "Column of labels, of classified texts or pictures.", "data")
     image_column: str = flag("image", "Column of pictures, for --labels.", "data")
     pack: bool = flag(
@@ -171,8 +177,7 @@ def classify(
     compute: dict[str, Any] = {"dtype": dtype} | read_set(type(config), flags.set, ("dtype",))
     classes = zero_shot.read_labels(flags.labels)
     texts = Texts(config.max_positions, tokenizer, end=config.clip)
-    templates = [template for template in split(flags.templates) if template]
-    by_captions = zero_shot.Classes(classes, texts, templates)
+    by_captions = zero_shot.Classes(classes, texts, zero_shot.read_templates(flags.templates))
     layout = checkpoint.layout_of(source, mesh, devices.rules, **compute)
     columns = {"image_column": flags.image_column, "label_column": flags.label_column}
     parts = {
@@ -188,7 +193,7 @@ def classify(
     for name, data in parts.items():
         right, count = zero_shot.evaluate(data, by_captions, layout, variables)
         print0(f"{name}: zero-shot accuracy {right / count:.4f}: {right:.0f} of {count:.0f} images by the "
-               f"captions of {len(classes)} classes; {flags.part}.")  # fmt: skip
+               f"captions of {len(classes)} classes; {flags.part}.", *few(count, "images"))  # fmt: skip
         facts = {"accuracy": right / count, "images": count, "part": flags.part}
         results["datasets"][name] = facts
     return results
@@ -232,9 +237,7 @@ def find_model(flags: Evaluate) -> checkpoint.WeightSource:
         raise UserError("--restore_from is missing; use --restore_from=RUN, or hf:DIR")
     if flags.labels and (flags.tasks or flags.weights or not flags.dataset):
         raise UserError("--labels needs --dataset=PICTURES, and neither --tasks nor --weights")
-    for template in split(flags.templates):
-        if template and "{}" not in template:
-            raise UserError(f"--templates has {template!r} without {{}} for a class's name; add it")
+    zero_shot.read_templates(flags.templates)
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
     source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)

@@ -29,6 +29,7 @@ from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.tasks import zero_shot
+from recipes.common.tasks.classification import few
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.offload import check_offload
 from recipes.common.train.planned import PlannedStep
@@ -91,7 +92,7 @@ def main(run: Run, flags: Any, data: CaptionedPictures, training: Training) -> P
         else ("Retrieval", f"find their own caption among those of {run.batch_size} pairs")
     )
     print0(f"{measure} {right / count:.4f}: {right:.0f} of {count:.0f} held-out images {among}; "
-           f"loss {nats / count:.4f} nats.")  # fmt: skip
+           f"loss {nats / count:.4f} nats.", *few(count, "images"))  # fmt: skip
     finish(folder, layout, log)
 
 

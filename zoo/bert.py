@@ -294,11 +294,15 @@ class Bert(Decoder):
             x_BD = constrain(self.head(x_B1D), "batch", None, "act_embed")[:, 0]
         return dense(x_BD, self.classifier, self.classifier_bias, AXES, self.config)
 
-    def loss(self, tokens, targets=None, segment_ids=None, label=None):
-        """Decoder.loss or, given labels of rows, [B], the loss of classes: see class_loss."""
+    def loss(self, tokens, targets=None, segment_ids=None, label=None, types=None):
+        """Decoder.loss or, given labels of rows, [B], the loss of classes: see class_loss.
+
+        Args:
+          types: of tokens, in rows of two texts with a label.
+        """
         if label is None:
             return super().loss(tokens, targets, segment_ids)
-        return class_loss(self.classify(tokens, segment_ids), label)
+        return class_loss(self.classify(tokens, segment_ids, types), label)
 
     def run(self, tokens_BT, segment_ids_BT, types_BT) -> jax.Array:
         """The layers' output, [B, T, D], with T in the order that it has on the devices."""

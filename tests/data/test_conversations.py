@@ -1,5 +1,6 @@
 """data/conversations.py: only the assistant's text and stop token are learned."""
 
+import csv
 import functools
 import itertools
 import json
@@ -13,6 +14,7 @@ from data import DataError, chat, conversations, corpus, packing, sources, text,
 from data.batches import held_out_batches, train_batches
 from data.tokenizer import BYTES, Tokenizer
 from recipes import moe, transformer
+from recipes.common.language import sample
 from recipes.common.runtime.flags import parse
 from tests.support import small_tokenizers
 from tests.support.quick import quick as quick
@@ -565,6 +567,56 @@ def test_rows_of_weight_0_are_held_out_and_read_from_parquet(folder):
     assert sorted(learned) == sorted(f"Yes {i}" for i in range(30))
 
 
+def test_messages_of_a_csv_are_json(folder):
+    rows = [{"messages": said(f'"{n}"\n', f"{n}, yes"), "note": "x"} for n in range(30)]
+    write(folder / "a.jsonl", rows)
+    with (folder / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows([row | {"messages": json.dumps(row["messages"])} for row in rows])
+    loaded = [load(str(folder / f"a.{kind}")) for kind in ("jsonl", "csv")]
+    assert loaded[0].facts["fingerprint"] == loaded[1].facts["fingerprint"]
+    assert any("not used: 1 ('note')" in note for note in loaded[1].notes)
+
+
+@pytest.mark.parametrize("name", ["chatml", "mistral"])
+def test_a_prompt_may_end_in_white_space(name):
+    """A token may begin with it, so it is learned with the answer."""
+    tokens = made(name)
+    (one,) = documents({"prompt": "The work: \n ", "completion": "the"}, tokens)
+    assert "Thework:⟦the" in "".join(marked(one, tokens).split())
+    text = tokens.decode(one.tokens)
+    assert text.strip() == "The work: \n the"
+
+
+def test_rows_that_were_rendered_before_are_counted(folder):
+    rows = [{"prompt": f"<|im_start|>user {n}", "completion": "yes<|im_end|>"} for n in range(40)]
+    write(folder / "a.jsonl", rows)
+    write(folder / "b.jsonl", [{"text": f"{row['prompt']} {row['completion']}"} for row in rows])
+    write(folder / "c.jsonl", [{"text": f"no control token {n}"} for n in range(40)])
+    for name, warns in (("a", True), ("b", True), ("c", False)):
+        data = load(str(folder / f"{name}.jsonl"), seq_len=32)
+        notes = [note for note in data.notes if "spell control tokens" in note]
+        counts = [re.match(r"warning: (\d+) of (\d+) rows", note).groups() for note in notes]
+        assert (sum(int(count) for count, _ in counts) >= 38) == warns  # a cut may be within one
+        assert warns or not counts
+        assert all(count == total for count, total in counts)
+
+
+def test_a_sample_asks_a_held_out_prompt(folder):
+    """The first prompt's tokens, as training shows them, and nothing of other documents."""
+    tokens = made("chatml")
+    rows = [{"messages": said(f"{n}?", f"{n}!", f"{n}, so?", "Yes")} for n in range(40)]
+    data = text.load(write(folder / "a.jsonl", rows), seq_len=128, tokenizer=tokens)
+    assert data.has_answers
+    asked = sample.first_prompt(data)
+    number = re.search(r"user\n(\d+)\?", tokens.decode(asked))[1]
+    messages = said(f"{number}?")
+    np.testing.assert_array_equal(asked, tokens.ask(messages))
+    (folder / "a.txt").write_text("no answer\n" * 100)
+    assert not text.load(str(folder / "a.txt"), seq_len=16).has_answers
+
+
 def test_the_column_of_text_comes_first(folder):
     rows = chats(30)
     name = write(folder / "a.jsonl", [one | {"text": "some text " * 20} for one in rows])
@@ -806,6 +858,19 @@ def test_a_run_says_what_it_trains_on_and_evaluates_on_whole_chats(here):
     assert {count for *_, count in metrics} == {float(targets)}
     losses = [loss for _, loss in records(here / "tuned", "step", "loss")]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+def test_a_run_on_chats_answers_a_held_out_prompt(here, inside):
+    flags = (f"--restore_from={here / 'tuned'}", f"--workdir={here / 'asks'}", "--steps=0")
+    done = tune(inside, here, *flags, "--sample_bytes=8")
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    begin = lines.index("Sample: a held-out prompt,")
+    (said_before,) = [one["content"] for one in chats(8)[-1]["messages"] if one["role"] == "system"]
+    assert any(said_before in line for line in lines[begin:])
+    end = next(n for n in range(begin, len(lines)) if lines[n].startswith("and its answer"))
+    assert lines[end + 1].startswith("  | ")
 
 
 @pytest.mark.full

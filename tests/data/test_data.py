@@ -357,6 +357,8 @@ def test_one_document_is_split_at_its_end(tmp_path):
         ("latin.txt", "caf\xe9\n".encode("latin1"), "latin.txt line 1 is not UTF-8"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "broken.jsonl line 2 is not JSON"),
         ("other.jsonl", b'{"body": "a"}\n', "no column 'text'; set --text_column to one of 'body'"),
+        ("chat.csv", b'text\n"[{""role"": ""user"", ""content"": ""Hi""}]"\n', "chat.csv line 2 has messages in the column 'text', whose JSON would be learned"),
+        ("shared.jsonl", b'{"text": "[{\'from\': \'human\', \'value\': \'Hi\'}]"}\n', "shared.jsonl line 1 has messages in 'text' as text that is not JSON"),
         ("number.jsonl", b'{"text": 3}\n', "column 'text' holds int, not text, nor another one with text ('text': int)"),
         ("nested.json", b'{"data": [{"text": "a"}]}\n', "no column 'text', nor another one with text ('data': list); write a row a line"),
         ("object.json", b'\n{\n "data": [\n ]}\n', "object.json is one JSON object of several lines, not JSON Lines"),
@@ -516,3 +518,116 @@ def test_microbatches_keep_positions_where_they_are(stdlib):
     for name, x in split(batch).items():
         assert x.sharding.spec == jax.P(None, "data", "seq")
         np.testing.assert_array_equal(x, want[name].reshape(4, 2, 64).swapaxes(0, 1))
+
+
+# ---- rows of tables ------------------------------------------------------------------------------
+
+BARE = [
+    '"Yes," he said.', 'A 5" pipe, or 6"', '"', 'He said "no"', "it's", '"quoted"', '"begins', 'ends"',
+]  # fmt: skip
+
+
+def read(name) -> list[dict]:
+    return [row for _, row in sources.rows(str(name))[0]]
+
+
+def test_marks_of_a_tsv_are_letters_unless_they_quote_all_cells_that_have_any(tmp_path):
+    """GLUE never quotes, pandas does; each row is read as it was written."""
+    texts = [f"{BARE[n % len(BARE)]} {n}" for n in range(40)]
+    texts[::9] = ['"whole"' for _ in texts[::9]]
+    lines = ["text\tlabel", *(f"{text}\t{n % 2}" for n, text in enumerate(texts))]
+    (tmp_path / "glue.tsv").write_text("\n".join(lines) + "\n")
+    rows = read(tmp_path / "glue.tsv")
+    assert [row["text"] for row in rows] == texts
+    assert [row["label"] for row in rows] == [str(n % 2) for n in range(40)]
+
+    texts = [*texts, "two\nlines", "a\ttab", 'a "\t" \n"', ""]
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL):
+        with (tmp_path / "pandas.tsv").open("w", newline="") as file:
+            writer = csv.writer(file, delimiter="\t", quoting=quoting, lineterminator="\n")
+            writer.writerows([("text", "label"), *((text, "x") for text in texts)])
+        assert [row["text"] for row in read(tmp_path / "pandas.tsv")] == texts
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "counts"),
+    [
+        (["text\tlabel", 'a "b\t1', '"c\td"\t0'], "line 3", ("3 cells", "line 2")),
+        (["text\tlabel", '"a\t1', 'b"\t0', "c\t1"], "", ("3 rows", "2 if they quote")),
+    ],
+)
+def test_a_tsv_that_no_custom_fits_is_refused(lines, number, counts, tmp_path):
+    (tmp_path / "a.tsv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "a.tsv")
+    assert number in str(caught.value)
+    assert counts[0] in str(caught.value)
+    assert "JSON Lines" in str(caught.value)
+
+
+def test_a_mark_without_its_partner_keeps_little_in_memory():
+    from data import delimited
+
+    lines = (f'"{n}\t1\n' if n == 0 else "a line\t1\n" for n in itertools.count())
+    assert delimited._count_quoted(lines) is None  # of an endless file
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_files_that_describe_data_are_no_data(kind, tmp_path):
+    rows = [{"text": f"row {n}"} for n in range(30)]
+    if kind == "parquet":
+        hub.library().Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    else:
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alone = prepare(str(tmp_path))
+    for name in ("_SUCCESS", "README.md", "LICENSE", "_metadata", "_committed_123"):
+        (tmp_path / name).write_text("about\n")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert prepare(str(tmp_path)).fingerprint == alone.fingerprint
+    assert read(tmp_path) == rows
+    (tmp_path / "notes.md").write_text("about\n")
+    with pytest.raises(DataError, match=r"has notes\.md among"):
+        prepare(str(tmp_path))
+
+
+def test_a_readme_among_texts_is_a_text(tmp_path):
+    (tmp_path / "README.md").write_text("read me\n" * 100)
+    (tmp_path / "_notes.txt").write_text("note\n" * 100)
+    assert prepare(str(tmp_path)).train.bytes + prepare(str(tmp_path)).held_out.bytes == 1300
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("ids.bin", np.arange(100, dtype=np.uint16).tobytes()),
+        ("wide.txt", "a text\n".encode("utf-16-le")),
+        ("wide.csv", "text\na\n".encode("utf-16-le")),
+        ("late.txt", b"a" * 2**18 + b"\0"),
+    ],
+)
+def test_nul_bytes_are_no_text(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name} is not a text file: it has NUL bytes"):
+        prepare(str(tmp_path / name))
+
+
+def test_columns_of_parquet_are_proposed_if_they_hold_text(tmp_path):
+    rows = [
+        {"id": 1, "body": "a", "score": None, "tags": ["x"]},
+        {"id": 2, "body": "b", "score": 0.5, "tags": []},
+    ]
+    hub.library().Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"set --text_column to one of 'body'$"):
+        prepare(str(tmp_path / "a.parquet"))
+    hub.library().Dataset.from_list([{"id": 1}]).to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="nor another one with text"):
+        prepare(str(tmp_path / "b.parquet"))
+
+
+def test_columns_that_nothing_reads_are_named_once(tmp_path):
+    rows = [{"text": f"row {n} " * 9, "url": "x", "id": n} for n in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for _ in range(2):  # also from the cache
+        data = text.load(str(tmp_path / "a.jsonl"), seq_len=8)
+        (note,) = (note for note in data.notes if "not used" in note)
+        assert "2 ('id', 'url')" in note

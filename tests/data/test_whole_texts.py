@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from data import DataError, labelled, similar
+from data import DataError, labelled, similar, whole_texts
 from data.batches import held_out_batches, train_batches
 from data.tokenizer import START, from_files
 from tests.support.small_tokenizers import files
@@ -96,6 +96,13 @@ def test_mistakes_in_labelled_texts_name_the_row(tmp_path):
         ),
         ({"text": "a", "label": None}, "line 41 has null in the column 'label'; fill it"),
         ({"text": "a", "label": 0.5}, "line 41 has 0.5 in the column 'label'; a label is a name"),
+        ({"text": "a", "label": float("nan")}, "line 41 has no label in the column 'label'; fill"),
+        ({"text": "a", "label": "NaN"}, "line 41 has no label in the column 'label'; fill it, or"),
+        ({"text": "a", "label": ""}, "line 41 has no label in the column 'label'; fill it, or"),
+        ({"text": "a", "label": float("inf")}, "line 41 has inf in the column 'label'; a label is"),
+        ({"text": "a", "label": -1}, "line 41 has the label -1 .* which stands for no label"),
+        ({"text": "a", "label": -1.0}, "line 41 has the label -1 .* which stands for no label"),
+        ({"text": "a", "label": "-1"}, "line 41 has the label -1 .* which stands for no label"),
         ({"text": "a", "label": []}, r"line 41 has \[\] in the column 'label'; a label is"),
         ({"text": " ", "label": "no"}, "line 41 has an empty text in the column 'text'"),
         ({"text": 3, "label": "no"}, "line 41 has int in the column 'text'; write a text"),
@@ -130,6 +137,116 @@ def test_pairs_have_both_texts_in_one_row(tmp_path):
         similar.load(file, "q")
     with pytest.raises(DataError, match="has no column 'x'; it has 'q', 'a': set --anchor_column"):
         similar.load(file, "x", "a")
+
+
+def sentences(first: str, second: str, count=40):
+    return [
+        {first: f"text {i}", second: f"{i} text {i}", "label": i % 3, "idx": i}
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("columns", [labelled.TWO_TEXTS[0], *labelled.TWO_TEXTS[1:3], ("a", "b")])
+def test_two_texts_of_a_row_have_the_tokenizer_s_tokens_and_types(columns, tmp_path):
+    """As the library puts them around a pair."""
+    first, second = columns
+    tokenizer = bert_like()
+    file = write(tmp_path / "a.jsonl", sentences(first, second))
+    flags = {"text_column": "a", "pair_column": "b"} if first == "a" else {}
+    data = labelled.load(file, seq_len=12, tokenizer=tokenizer, types=True, **flags)
+    assert any(repr(first) in note and repr(second) in note for note in data.notes)
+    assert any("not used: 1 ('idx')" in note for note in data.notes)
+    batch = data.train.take(np.arange(len(data.train)))
+    for row in range(len(data.train)):
+        i = int(batch["tokens"][row, 2]) - 5
+        pair = tokenizer._library.encode(f"text {i}", f"{i} text {i}")
+        length = len(pair.ids)
+        np.testing.assert_array_equal(batch["tokens"][row, :length], pair.ids)
+        np.testing.assert_array_equal(batch["types"][row, :length], pair.type_ids)
+        assert {*pair.type_ids} == {0, 1}
+        assert batch["segment_ids"][row].sum() == length
+        assert batch["label"][row] == i % 3
+    assert data.filler.keys() == batch.keys()
+    without = labelled.load(file, seq_len=12, tokenizer=tokenizer, **flags)
+    assert "types" not in without.filler
+    assert without.facts["fingerprint"] != data.facts["fingerprint"]
+
+
+def test_one_text_of_two_is_no_pair(tmp_path):
+    rows_of_two = sentences("premise", "hypothesis")
+    file = write(tmp_path / "a.jsonl", rows_of_two)
+    data = labelled.load(file, text_column="hypothesis", types=True)
+    assert "types" not in data.filler
+    assert any("not used: 2 ('idx', 'premise')" in note for note in data.notes)
+    both = [row | {"sentence1": "a", "sentence2": "b"} for row in rows_of_two]
+    with pytest.raises(DataError, match="no column 'text'; it has 'premise', 'hypothesis', 'sent"):
+        labelled.load(write(tmp_path / "b.jsonl", both))
+
+
+@pytest.mark.parametrize("length", range(5, 16))
+def test_the_longer_of_two_texts_is_cut_like_the_library_does(length):
+    tokenizer = bert_like()
+    library = bert_like()._library
+    library.enable_truncation(length, strategy="longest_first")
+    texts = [("text " * a, "1 " * b) for a in range(1, 9) for b in range(1, 9)]
+    cut = whole_texts.encode_pairs(*zip(*texts, strict=True), tokenizer, length, types=True)
+    batch = cut.take(np.arange(len(texts)))
+    for n, pair in enumerate(texts):
+        one = library.encode(*pair)
+        np.testing.assert_array_equal(batch["tokens"][n, : len(one.ids)], one.ids)
+        np.testing.assert_array_equal(batch["types"][n, : len(one.ids)], one.type_ids)
+        assert batch["segment_ids"][n].sum() == len(one.ids)
+    assert cut.longest == 19
+    with pytest.raises(DataError, match=r"--seq_len=4 has no room .* 3 control .* --seq_len=5"):
+        whole_texts.encode_pairs(*zip(*texts, strict=True), tokenizer, 4, types=True)
+
+
+def test_two_texts_in_bytes_are_divided(tmp_path):
+    file = write(tmp_path / "a.jsonl", sentences("text", "text_pair"))
+    batch = labelled.load(file, seq_len=32, types=True).train.take(np.array([0]))
+    (begins,) = np.nonzero(batch["tokens"][0] == START)
+    assert begins.tolist() == [0, begins[1]]
+    np.testing.assert_array_equal(np.nonzero(np.diff(batch["types"][0]) == 1)[0], [begins[1] - 1])
+
+
+def test_a_tokenizer_that_divides_no_texts_is_refused(tmp_path):
+    from tests.support.small_tokenizers import byte_level
+
+    file = write(tmp_path / "a.jsonl", sentences("text", "text_pair"))
+    with pytest.raises(DataError, match="puts no token between two texts"):
+        labelled.load(file, tokenizer=from_files(byte_level()))
+
+
+def test_control_tokens_that_texts_spell_are_counted(tmp_path):
+    spelled = [row | {"text": f"[CLS] {row['text']} [SEP]"} for row in rows(["yes", "no"])]
+    data = labelled.load(write(tmp_path / "a.jsonl", spelled), tokenizer=bert_like())
+    assert any("warning: 40 of 40 texts spell control tokens" in note for note in data.notes)
+    few = [*rows(["yes", "no"]), *spelled[:4]]
+    data = labelled.load(write(tmp_path / "a.jsonl", few), tokenizer=bert_like())
+    assert not any("spell" in note for note in data.notes), "4 of 44 may be about tokens"
+
+
+def test_negatives_are_a_third_text(tmp_path):
+    triples = [
+        {"anchor": f"text {i}", "positive": f"{i}", "negative": f"{i} {i}", "n": i}
+        for i in range(30)
+    ]
+    data = similar.load(write(tmp_path / "a.jsonl", triples), seq_len=8, tokenizer=bert_like())
+    batch = data.train.take(np.arange(len(data.train)))
+    np.testing.assert_array_equal(batch["tokens"][:, 2], batch["negative_tokens"][:, 1])
+    np.testing.assert_array_equal(batch["negative_segment_ids"].sum(axis=1), 4)
+    assert data.filler.keys() == batch.keys()
+    assert not data.filler["counted"]
+    assert any("not used: 1 ('n')" in note for note in data.notes)
+    others = [
+        {"negative_2" if k == "negative" else k: v for k, v in row.items()} for row in triples
+    ]
+    with pytest.raises(
+        DataError, match=r"negatives that the loss does not use: 1 \('negative_2'\)"
+    ):
+        similar.load(write(tmp_path / "b.jsonl", others))
+    named = similar.load(write(tmp_path / "b.jsonl", others), negative_column="negative_2")
+    assert "negative_tokens" in named.filler
 
 
 def test_the_default_texts_need_no_network():

@@ -41,6 +41,21 @@ def test_labels_are_names_or_a_file_of_them(tmp_path):
         zero_shot.read_labels("a,b,a")
 
 
+def test_templates_may_be_a_file_of_captions_with_commas(tmp_path):
+    lines = ["a photo of {}, a type of food.", "a photo of a {}, a type of pet."]
+    (tmp_path / "food.txt").write_text("\n".join(["", *lines, ""]))
+    assert zero_shot.read_templates(str(tmp_path / "food.txt")) == lines
+    assert zero_shot.read_templates("a {}, the {}") == ["a {}", "the {}"]
+    assert zero_shot.read_templates("") == []
+    with pytest.raises(UserError, match=r"'a type of food\.' without {}.* into a file"):
+        zero_shot.read_templates(lines[0])
+
+
+def test_lists_longer_than_a_file_s_name_are_lists():
+    names = [f"a class of number {n}" for n in range(300)]
+    assert zero_shot.read_labels(",".join(names)) == names
+
+
 def test_templates_say_the_name_of_a_class():
     assert captions.captions("great_dane", ["a {}.", "no {}"]) == ["a great dane.", "no great dane"]
     rows = captions.class_tokens(["ox"], Texts(6), ["{}", "an {}"])

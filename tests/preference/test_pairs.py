@@ -1,5 +1,6 @@
 """Preference pairs: the forms in which they are published, what is cut, and mistakes in one line."""
 
+import csv
 import json
 
 import numpy as np
@@ -279,3 +280,158 @@ def test_made_pairs_differ_in_swapped_letters():
     assert made != "def letters(of, words): 1234"
     assert sorted(made) == sorted("def letters(of, words): 1234")
     assert made.endswith("): 1234")
+
+
+# ---- answers are whole, and prompts end where tokens end -----------------------------------------
+
+
+def answers(data, tokenizer=None) -> dict[str, tuple[str, str]]:
+    """Prompt → (chosen, rejected) of all rows, as text."""
+    decode = (tokenizer or from_files({})).decode
+    shown = {}
+    for part in (data.train, data.held_out):
+        batch = take(part, *range(len(part)))
+        for n in range(len(part)):
+            begin = int(np.flatnonzero(batch["targets"][n] >= 0)[0])
+            sides = [batch[f"{prefix}targets"][n] for prefix in ("", "rejected_")]
+            prompt = decode(batch["tokens"][n, : begin + 1])
+            shown[prompt] = tuple(decode(side[side >= 0]) for side in sides)
+    return shown
+
+
+def test_an_answer_to_a_message_is_whole(tmp_path):
+    tokenizer = from_files(small_tokenizers.byte_level())
+    rows = [
+        {
+            "prompt": f"Hello {n}",
+            "chosen": f"Hello {n}! How can I help?",
+            "rejected": f"Hello {n} no",
+        }
+        for n in range(3)
+    ]
+    path = write(tmp_path / "pairs.jsonl", rows)
+    data = pairs.load(path, 128, tokenizer, as_chat=True)
+    shown = answers(data, tokenizer)
+    assert {chosen for chosen, _ in shown.values()} == {row["chosen"] for row in rows}
+    assert any("all answers of 3 rows begin with their prompt" in note for note in data.notes)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_prompt_is_cut_off_texts_if_all_rows_begin_with_it(others, tmp_path):
+    rows = [{"prompt": f"{n}: ", "chosen": f"{n}: yes", "rejected": f"{n}: no"} for n in range(9)]
+    rows += [{"prompt": "Hello", "chosen": "Oh", "rejected": "Hello"}] * others
+    shown = answers(pairs.load(write(tmp_path / "pairs.jsonl", rows), 32))
+    assert shown["3: "] == (("3: yes", "3: no") if others else ("yes", "no"))
+
+
+def test_a_prompt_is_cut_only_at_the_end_of_a_token(tmp_path):
+    tokenizer = from_files(small_tokenizers.byte_level())
+    rows = [
+        {"prompt": p, "chosen": "transformer", "rejected": "transforms"}
+        for p in ("transf", "trans")
+    ]
+    assert not pairs._begin_with_prompts([("", row) for row in rows], False, tokenizer)
+
+
+def test_a_prompt_may_end_in_a_space(tmp_path):
+    """It is learned with both answers, as tokens have it."""
+    tokenizer = from_files(small_tokenizers.metaspace())
+    rows = [{"prompt": f"Of {n}: ", "chosen": "the work", "rejected": "this"} for n in range(4)]
+    shown = answers(pairs.load(write(tmp_path / "pairs.jsonl", rows), 64, tokenizer), tokenizer)
+    assert [answer.strip() for answer in shown["Of 1:"]] == ["the work", "this"]
+    assert len(shown) == 4
+
+
+def test_messages_of_a_csv_are_json(tmp_path):
+    tokenizer = from_files(small_tokenizers.byte_level())
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f'"{n}"?\n'}],
+            "chosen": [BLUE],
+            "rejected": [GREEN],
+        }
+        for n in range(5)
+    ]
+    as_text = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+    with (tmp_path / "pairs.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(as_text)
+    write(tmp_path / "pairs.jsonl", rows)
+    prints = [
+        pairs.load(str(tmp_path / f"pairs.{kind}"), 64, tokenizer).facts["fingerprint"]
+        for kind in ("csv", "jsonl")
+    ]
+    assert prints[0] == prints[1]
+    with pytest.raises(DataError, match=r"row 1 has messages in 'prompt' as text that is not JSON"):
+        pairs.pair_of({"prompt": str([QUESTION]), "chosen": "a", "rejected": "b"}, "row 1")
+    for text in ('{"role": "admin", "content": "x"}', "[1, 2]", "[a] note", '{"from": "Rome"}'):
+        row = {"prompt": "Write JSON", "chosen": text, "rejected": "b"}
+        assert pairs.pair_of(row, "row 1") == ("Write JSON", text, "b")
+
+
+# ---- labelled answers ----------------------------------------------------------------------------
+
+
+def test_labels_of_a_csv_are_text(tmp_path):
+    labels = ["True", "False", "1", "0", "true", "FALSE", "1.0", "0.0"] * 3
+    lines = [f"{n}?,yes {n},{label}" for n, label in enumerate(labels)]
+    (tmp_path / "a.csv").write_text("\n".join(["prompt,completion,label", *lines]))
+    data = pairs.load(str(tmp_path / "a.csv"), 32, labelled=True)
+    found = [take(part, *range(len(part)))["label"].sum() for part in (data.train, data.held_out)]
+    assert sum(found) == 12
+    for label in ("yes", "2", "", "nan"):
+        with pytest.raises(DataError, match="row 1 has label"):
+            pairs._labelled({"prompt": "a", "completion": "b", "label": label}, "row 1", chat=False)
+
+
+@pytest.mark.parametrize("form", ["pairs", "answers", "scattered"])
+def test_z_is_of_answers_to_other_prompts(form, tmp_path):
+    rows = [{"prompt": f"{n:02}?", "chosen": f"{n:02}+", "rejected": f"{n:02}-"} for n in range(10)]
+    if form != "pairs":
+        rows = [
+            {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+            for row in rows
+            for side in ("chosen", "rejected")
+        ]
+        rows += rows[:3] if form == "answers" else []
+        rows = rows if form == "answers" else [*rows[::2], *rows[1::2]]
+    data = pairs.load(write(tmp_path / "a.jsonl", rows), 16, labelled=True)
+    seen = 0
+    for part in (data.train, data.held_out):
+        batch = take(part, *range(len(part)))
+        for n in range(len(part)):
+            answer, other = (batch[f"{side}targets"][n] for side in ("", "rejected_"))
+            prompts = [bytes(batch[f"{side}tokens"][n, 1:4].tolist()) for side in ("", "rejected_")]
+            assert prompts[0] == prompts[1], "as if it answered the row's prompt"
+            texts = [bytes(side[side >= 0].tolist()).decode() for side in (answer, other)]
+            assert prompts[0].decode().startswith(texts[0][:2])
+            assert texts[0][:2] != texts[1][:2]
+            seen += 1
+    assert seen == (23 if form == "answers" else 20)
+    assert not any("z of the loss" in note for note in data.notes)
+
+
+def test_one_prompt_has_a_z_of_its_own_answers(tmp_path):
+    rows = [{"prompt": "a", "completion": f"{n}", "label": n % 2 == 0} for n in range(4)]
+    path = write(tmp_path / "a.jsonl", rows)
+    data = pairs.load(path, 8, eval_dataset=path, labelled=True)
+    assert any("have one prompt, so z of the loss" in note for note in data.notes)
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_answers_of_one_label_are_refused(label, tmp_path):
+    rows = [{"prompt": f"{n}", "completion": "b", "label": label} for n in range(40)]
+    path = write(tmp_path / "a.jsonl", rows)
+    counts = (38, 0) if label else (0, 38)
+    with pytest.raises(DataError, match="has {} good and {} bad answers".format(*counts)):
+        pairs.load(path, 8, labelled=True)
+    other = write(tmp_path / "b.jsonl", [row | {"label": not label} for row in rows])
+    with pytest.raises(DataError, match="40 good and 0" if label else "0 good and 40"):
+        pairs.load(path, 8, eval_dataset=other, labelled=True)
+
+
+def test_columns_of_pairs_that_nothing_reads_are_named(tmp_path):
+    rows = [{"prompt": f"{n}", "chosen": "b", "rejected": "c", "score": n} for n in range(4)]
+    data = pairs.load(write(tmp_path / "a.jsonl", rows), 8)
+    assert "Columns that are not used: 1 ('score')." in data.notes

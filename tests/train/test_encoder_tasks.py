@@ -57,10 +57,13 @@ def test_a_new_task_keeps_what_both_models_have(modern, quick, tmp_path):
 # ---- pairs ---------------------------------------------------------------------------------------
 
 
-def batch() -> dict[str, np.ndarray]:
+SIDES = ("", "other_", "negative_")
+
+
+def batch(negatives: bool = False) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     of_texts = {}
-    for side in ("", "other_"):
+    for side in SIDES[: 2 + negatives]:
         lengths_B1 = random.integers(2, T + 1, (B, 1))
         of_texts[f"{side}tokens"] = random.integers(0, 256, (B, T)).astype(np.int32)
         of_texts[f"{side}segment_ids"] = (np.arange(T) < lengths_B1).astype(np.int32)
@@ -73,7 +76,7 @@ def model() -> Bert:
 
 
 @functools.cache
-def step(mesh: str, strategy: str, accumulate: int, exchange: str):
+def step(mesh: str, strategy: str, accumulate: int, exchange: str, negatives: bool = False):
     """(loss, gradients by path) of a mean loss of pairs."""
     config = for_task(SMALL, "embed")
     layout = make_layout(Bert, config, make_mesh(mesh), strategy, batch_size=B)
@@ -87,40 +90,101 @@ def step(mesh: str, strategy: str, accumulate: int, exchange: str):
 
     given = (
         jax.device_put(variables_of(model()), shardings(layout.variables())),
-        jax.device_put(batch(), layout.batch_shardings(batch())),
+        jax.device_put(batch(negatives), layout.batch_shardings(batch(negatives))),
     )
     found, grads = layout.compile(both, *given, compiler_options=QUICK)(*given)
     return float(found), {path: np.asarray(x) for path, x in paths(grads).items()}
 
 
-def definition() -> float:
+def definition(negatives: bool) -> float:
     """The mean loss, from vectors of texts one by one, in float64."""
-    rows, vectors = batch(), []
+    rows, vectors = batch(negatives), []
     encode = jax.jit(lambda *text: model().encode(*text), compiler_options=QUICK)
-    for side in ("", "other_"):
+    for side in SIDES[: 2 + negatives]:
         x_BTD = np.float64(encode(rows[f"{side}tokens"], rows[f"{side}segment_ids"]))
         text_BT1 = rows[f"{side}segment_ids"][:, :, None]
         x_BD = (x_BTD * text_BT1).sum(axis=1)[rows["counted"]]
         vectors.append(x_BD / np.linalg.norm(x_BD, axis=1, keepdims=True))
-    scores = 5.0 * vectors[0] @ vectors[1].T
-    found = [np.log(np.exp(scores).sum(axis)) - np.diag(scores) for axis in (0, 1)]
+    anchors, *candidates = vectors
+    # Anchors find their positives among all positives and negatives, positives their anchors.
+    scores = 5.0 * anchors @ np.concatenate(candidates).T
+    back = 5.0 * candidates[0] @ anchors.T
+    found = [np.log(np.exp(x).sum(axis=1)) - np.diag(x) for x in (scores, back)]
     return np.concatenate(found).mean()
 
 
-def test_the_loss_of_pairs_is_its_definition():
-    assert step("1x1", "dp", 1, "gather")[0] == pytest.approx(definition(), rel=2e-6)
+@pytest.mark.parametrize("negatives", full_except([False, True], [False]))
+def test_the_loss_of_pairs_is_its_definition(negatives):
+    loss = step("1x1", "dp", 1, "gather", negatives)[0]
+    assert loss == pytest.approx(definition(negatives), rel=2e-6)
 
 
-CASES = [("4x2", "fsdp_tp", 1, "ring"), ("2x2x2", "hsdp_tp", 2, "gather")]
+CASES = [
+    ("4x2", "fsdp_tp", 1, "ring", False), ("2x2x2", "hsdp_tp", 2, "gather", False),
+    ("4x2", "fsdp_tp", 1, "ring", True), ("2x2x2", "hsdp_tp", 2, "gather", True), ("8", "dp", 1, "gather", True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "strategy", "accumulate", "exchange"), full_except(CASES, ()))
-def test_pairs_have_one_device_s_loss_and_gradients(mesh, strategy, accumulate, exchange):
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "accumulate", "exchange", "negatives"), full_except(CASES, ())
+)
+def test_pairs_have_one_device_s_loss_and_gradients(
+    mesh, strategy, accumulate, exchange, negatives
+):
     """In microbatches too: each text meets all of the whole batch."""
-    want_loss, want = step("1x1", "dp", 1, "gather")
-    found_loss, found = step(mesh, strategy, accumulate, exchange)
+    want_loss, want = step("1x1", "dp", 1, "gather", negatives)
+    found_loss, found = step(mesh, strategy, accumulate, exchange, negatives)
     assert found_loss == pytest.approx(want_loss, rel=4e-6)
     # A bias of keys changes no attention: its gradient is rounding alone.
+    want, found = ({p: x for p, x in g.items() if "k_bias" not in p} for g in (want, found))
+    assert largest_relative(compare_gradients(found, want)) < 2e-5
+
+
+@pytest.mark.full
+def test_the_nearest_may_be_a_negative():
+    """An accuracy counts anchors whose positive is nearer than all others and all negatives."""
+    rows = batch(negatives=True)
+    rows["negative_tokens"], rows["negative_segment_ids"] = rows["tokens"], rows["segment_ids"]
+    loss = PairLoss(5.0, "gather")
+    count = jax.jit(lambda: loss.count_found(model(), rows)["accuracy"], compiler_options=QUICK)
+    assert [float(x) for x in count()] == [0.0, B - 1], "each anchor is its own negative"
+
+
+# ---- classes of two texts ------------------------------------------------------------------------
+
+
+def class_gradients(mesh: str, strategy: str, types: bool):
+    """(loss, gradients by path) of rows of two texts with a label."""
+    config = dataclasses.replace(for_task(SMALL, "classify"), labels=("a", "b", "c"))
+    layout = make_layout(Bert, config, make_mesh(mesh), strategy, batch_size=B)
+    texts = {name: batch()[name] for name in ("tokens", "segment_ids")}
+    rows = texts | {"label": (np.arange(B) % 4 - 1).astype(np.int32)}
+    if types:
+        rows["types"] = np.tile((np.arange(T) > 3).astype(np.int32), (B, 1))
+
+    def both(variables, batch):
+        grads, _, means = gradients(layout, variables, batch, 1)
+        return means["loss"], grads
+
+    given = (
+        jax.device_put(variables_of(built(Bert, config)), shardings(layout.variables())),
+        jax.device_put(rows, layout.batch_shardings(rows)),
+    )
+    found, grads = layout.compile(both, *given, compiler_options=QUICK)(*given)
+    return float(found), {path: np.asarray(x) for path, x in paths(grads).items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "strategy"), [("4x2", "fsdp_tp"), ("8", "fsdp")])
+def test_types_of_tokens_reach_a_classifier_on_every_mesh(mesh, strategy):
+    (want_loss, want), (plain_loss, plain) = (
+        class_gradients("1x1", "dp", types) for types in (True, False)
+    )
+    assert abs(want_loss - plain_loss) > 1e-4
+    assert np.abs(plain["token_types"][1]).max() == 0.0, "no token has the second type"
+    assert np.abs(want["token_types"][1]).max() > 0.0
+    found_loss, found = class_gradients(mesh, strategy, True)
+    assert found_loss == pytest.approx(want_loss, rel=4e-6)
     want, found = ({p: x for p, x in g.items() if "k_bias" not in p} for g in (want, found))
     assert largest_relative(compare_gradients(found, want)) < 2e-5
 
@@ -181,6 +245,43 @@ def test_a_classifier_learns_from_a_model_that_fills_masks(train, quick, tmp_pat
     assert facts["unit"] == "nats a text"
     assert 'pipeline_tag: "text-classification"' in card.for_hub("x", source.metadata, facts)
     assert {*probe.batch(source.metadata, BYTES)} == {"tokens", "segment_ids", "label"}
+
+
+@pytest.mark.full
+def test_two_texts_are_classified_by_what_both_say(inside, train, quick, tmp_path):
+    """Labels that neither text decides alone; recipes.evaluate reads the rows alike."""
+    rows = [
+        {"premise": f"{a}{i}", "hypothesis": f"{b}{i}", "label": "ab"[a == b], "id": i}
+        for i in range(40)
+        for a in "xy"
+        for b in "xy"
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"--dataset={tmp_path / 'a.jsonl'}"
+    flags = ("--task=classify", f"--workdir={tmp_path / 'run'}", data, "--size=tiny", "--mesh=4x2")
+    out = train(*flags, "--steps=120", "--eval_every=60")
+    assert "Two texts a row: 'premise' and 'hypothesis', told apart by types" in out
+    assert "Columns that are not used: 1 ('id')." in out
+    assert re.search(r"warning: \d+ held-out texts are too few", out)
+    (start, *_, end) = [loss for (loss,) in records(tmp_path / "run", "loss")]
+    assert end < 0.3 < start, "0.69 is the loss of either text alone"
+    done = inside(
+        "recipes.evaluate", f"--restore_from={tmp_path / 'run'}", data, "--mesh=8", "--seq_len=16"
+    )
+    assert done.code == 0, done.err
+    assert "160 texts" in done.out
+    assert float(re.search(r"([\d.]+)% right", done.out)[1]) > 90
+
+
+@pytest.mark.full
+def test_negatives_that_devices_keep_to_themselves_are_refused(inside, tmp_path):
+    rows = [{"anchor": f"<{i}>", "positive": f"{i}", "negative": f"{i + 1}"} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = (*FLAGS, "--task=embed", f"--dataset={tmp_path / 'a.jsonl'}", "--size=tiny")
+    done = inside("recipes.bert", *flags, "--pairs=local", f"--workdir={tmp_path / 'run'}")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "--pairs=local" in done.err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from data.tokenizer import BYTES
 from recipes.common import language
 from recipes.common.runtime.flags import Run
 from recipes.common.sharding.abstract import abstract_model, nested, variables_of
+from recipes.common.tasks.classification import few
 from recipes.common.train import loop, metrics
 from recipes.common.train.metrics import Log
 from recipes.common.train.optimizer import LearningRate
@@ -264,7 +265,16 @@ def test_times_of_a_run(tmp_path, monkeypatch):
     assert log.times() == (
         "Took 127 s, 17.0 s of it before the first step was done; 32 tokens/s  MFU 25.0%."
     )
+    log.before_first_step = {"start and data": 5.0, "compiling": 9.5, "evaluation": 0.0}
+    assert "17.0 s of it (start and data 5.0, compiling 9.5) before the first" in log.times()
     log.close()
+
+
+@pytest.mark.parametrize("count", [2, 49, 50, 1000])
+def test_an_accuracy_over_few_examples_says_so(count):
+    lines = few(count, "texts")
+    assert bool(lines) == (count < 50)
+    assert all(str(count) in line and f"{1 / count:.1%}" in line for line in lines)
 
 
 def test_every_metric_of_every_entry_is_tested_by_value():

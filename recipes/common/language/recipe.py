@@ -73,7 +73,7 @@ def main(
     # ---- What it has learned ---------------------------------------------------------------------
     print0(*messages.results(metrics, corpus))
     if sample:
-        sample.show(model, layout, state, tokenizer, folder, seed=run.seed)
+        sample.show(model, layout, state, tokenizer, folder, corpus, seed=run.seed)
     finish(folder, layout, log)
 
 

@@ -7,6 +7,7 @@ import pathlib
 import numpy as np
 from flax import nnx
 
+from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.checkpoint import RunFolder
 from recipes.common.generation.generator import Generator, Sampling, cap_windows
@@ -73,6 +74,7 @@ class Sample:
         state: Tree,
         tokenizer: Tokenizer,
         folder: RunFolder,
+        data: Dataset,
         *,
         seed: int,
     ) -> None:
@@ -84,7 +86,9 @@ class Sample:
                 f"No sample: {layout.stages} stages of layers can't generate; --sample_rules=fsdp, for example, can."
             )
             return
-        written = self.write(model, layout, state, tokenizer, context=layout.seq_len, seed=seed)
+        written = self.write(
+            model, layout, state, tokenizer, context=layout.seq_len, seed=seed, data=data
+        )
         print0(*written.lines)
         if folder.in_use and folder.last_good():
             self.save(folder.path / "sample.json", state, written)
@@ -98,26 +102,38 @@ class Sample:
         *,
         context: int,
         seed: int,
+        data: Dataset | None = None,
     ) -> "Written":
-        """Continues the prompt.
+        """Continues the prompt, or answers a held-out one.
 
         Args:
           context: tokens that a position attends to, as in training.
+          data: the run's. Without --prompt, a model that has learned answers is asked its first
+            held-out prompt.
         """
         target = self.layout(model, layout, context)
         variables = move(state, layout, target) if self.sample_rules else state
         sampling = Sampling(self.temperature, seed=seed)
         generator = Generator(target, variables, sampling, tokenizer.end, tokenizer.vocabulary)
-        prompt = self.begin(tokenizer)
-        tokens = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
+        asked = None
+        if data is not None and data.has_answers and not self.prompt:
+            asked = first_prompt(data)
+        prompt = self.begin(tokenizer) if asked is None else asked
+        most = self.sample_bytes
+        if asked is not None and layout.shape.max_positions:
+            most = max(1, min(most, layout.shape.max_positions - len(prompt)))
+        tokens = [int(token) for (token,) in generator([prompt], most)]
+        ended = tokens[-1] in tokenizer.end
+        if asked is not None:
+            return Written(tokenizer.decode(tokens, after=asked), ended, tokenizer.decode(asked))
         begin = [] if self.chat else prompt  # a chat shows only the answer
-        return Written(tokenizer.decode([*begin, *tokens]), tokens[-1] in tokenizer.end)
+        return Written(tokenizer.decode([*begin, *tokens]), ended)
 
     def save(self, path: pathlib.Path, state: Tree, written: "Written") -> None:
         """Writes a sample to a file, for the model's card; I/O errors become warnings."""
         if not is_first():
             return
-        facts = {"step": int(state["step"]), "prompt": self.prompt}
+        facts = {"step": int(state["step"]), "prompt": self.prompt or written.asked}
         facts |= {"temperature": self.temperature, "text": written.text}
         try:
             folders.write(path, (json.dumps(facts, indent=1) + "\n").encode())
@@ -131,8 +147,22 @@ class Written:
 
     text: str
     ended: bool  # by the model
+    asked: str = ""  # the held-out prompt that it answers
 
     @property
     def lines(self) -> list[str]:
         """Lines to print."""
+        if self.asked:
+            end = ", ended by the model" * self.ended
+            return [
+                "Sample: a held-out prompt,", *quote(self.asked), f"and its answer{end}:", *quote(self.text)
+            ]  # fmt: skip
         return ["Sample, ended by the model:" if self.ended else "Sample:", *quote(self.text)]
+
+
+def first_prompt(data: Dataset) -> np.ndarray:
+    """The tokens of the first held-out row up to its first answer, as training shows them."""
+    row = data.held_out[0]
+    first = int(np.flatnonzero(row["targets"] >= 0)[0])
+    begin = int(np.flatnonzero(row["segment_ids"] == row["segment_ids"][first])[0])
+    return row["tokens"][begin : first + 1]

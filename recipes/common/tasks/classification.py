@@ -11,6 +11,8 @@ from recipes.common.runtime import print0
 from recipes.common.sharding import Tree
 from recipes.common.train.loop import best_effort
 
+ENOUGH = 50  # examples for an accuracy: each moves it by 2%
+
 
 def logits_of_images(model: Any, batch: Tree) -> jax.Array:
     return model(batch["image"])
@@ -33,6 +35,16 @@ def confusion(
     return count
 
 
+def few(count: float, unit: str) -> list[str]:
+    """A line that says that an accuracy of so few examples is no measure; [] if it is one."""
+    if count >= ENOUGH:
+        return []
+    return [
+        f"warning: {count:.0f} held-out {unit} are too few to measure an accuracy, each moves it by "
+        f"{1 / max(count, 1):.1%}; evaluate on {ENOUGH} or more."
+    ]
+
+
 def show(folder: RunFolder, metrics: Tree, names: Sequence[str] = (), unit: str = "images") -> None:
     """Prints what the model has learned, and draws it.
 
@@ -42,7 +54,7 @@ def show(folder: RunFolder, metrics: Tree, names: Sequence[str] = (), unit: str 
     """
     (nats, count), (right, _) = metrics["loss"], metrics["accuracy"]
     print0(f"Held-out accuracy {right / count:.4f}: {right:.0f} of {count:.0f} {unit}; "
-           f"loss {nats / count:.4f} nats.")  # fmt: skip
+           f"loss {nats / count:.4f} nats.", *few(count, unit))  # fmt: skip
     if folder.in_use:
         with best_effort(folder):
             log = folder.path / "metrics.jsonl"

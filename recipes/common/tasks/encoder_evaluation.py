@@ -13,7 +13,7 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.runtime import UserError, print0
 from recipes.common.sharding import Tree
-from recipes.common.tasks.classification import confusion
+from recipes.common.tasks.classification import confusion, few
 from recipes.common.tasks.text_encoders import class_logits, count_right
 from recipes.common.train.evaluation import Extra
 
@@ -31,7 +31,10 @@ def load(name: str, flags: Any, length: int, tokenizer: Tokenizer, config: Any) 
         print0(*data.notes)
         return data
     columns, held_out = (flags.text_column, flags.label_column), name if flags.part == "all" else ""
-    data = labelled.load(name, *columns, length, tokenizer, held_out, config.labels)
+    data = labelled.load(
+        name, *columns, length, tokenizer, held_out, config.labels, flags.pair_column,
+        types=config.token_types > 1,
+    )  # fmt: skip
     if data.config["labels"] != config.labels:
         raise UserError(
             f"--dataset={name} has the labels {', '.join(data.config['labels'][:10])}, and the model's "
@@ -52,7 +55,9 @@ def in_words(totals: Tree, config: Any) -> str:
     (nats, count), (right, _) = totals["loss"], totals["accuracy"]
     loss, share = f"loss {nats / count:.4f} nats", f"{right / count:.2%} right"
     if config.task == "classify":
-        return f"{share}, {loss}, {right:.0f} of {count:.0f} texts"
+        return "; ".join(
+            [f"{share}, {loss}, {right:.0f} of {count:.0f} texts", *few(count, "texts")]
+        )
     perplexity = math.exp(min(nats / count, 700))
     return f"pseudo-perplexity {perplexity:.2f}, {loss}/token, {share}, over {count:,.0f} tokens"
 

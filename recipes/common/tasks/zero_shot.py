@@ -3,7 +3,7 @@
 Shapes: B batch, D joint embedding, M captions of all classes, T tokens of a text, K classes or texts.
 """
 
-import pathlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,14 +72,39 @@ def nearest(model, batch: Tree, text_KD, own_B, is_candidate_K: Any = True) -> T
 
 def read_labels(labels: str) -> list[str]:
     """--labels: names with commas between them, or a file with one a line. Raises UserError."""
-    path = pathlib.Path(buckets.local(labels, f"--labels={labels}"))
-    names = path.read_text().splitlines() if path.is_file() else split(labels)
-    names = [name.strip() for name in names if name.strip()]
+    names = _read_list(labels, "labels")
     if len(names) < 2:
         raise UserError(f"--labels={labels} has {len(names)} names of classes; use two or more")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"--labels={labels} has {twice[0]!r} twice; remove one")
     return names
+
+
+def read_templates(templates: str) -> list[str]:
+    """--templates: captions with commas between them, or a file with one a line. Raises UserError.
+
+    Captions that have commas themselves, such as CLIP's for food and pets, need a file.
+    """
+    captions = _read_list(templates, "templates")
+    for caption in captions:
+        if "{}" not in caption:
+            raise UserError(
+                f"--templates has {caption!r} without {{}} for a class's name; add it, or write captions "
+                "that have commas into a file, one a line"
+            )
+    return captions
+
+
+def _read_list(value: str, flag: str) -> list[str]:
+    path = buckets.local(value, f"--{flag}={value}")
+    if os.path.isfile(path):  # pathlib's raises for a list longer than a file's name may be
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            raise UserError(f"--{flag}={value} is not UTF-8; convert the file") from None
+    else:
+        lines = split(value)
+    return [line.strip() for line in lines if line.strip()]
 
 
 def pictures(

@@ -11,6 +11,7 @@ import jax
 
 from data.batches import Dataset, train_batches
 from data.tokenizer import BYTES, Tokenizer
+from recipes import STARTED
 from recipes.common import checkpoint
 from recipes.common.checkpoint import RunFolder, Saver
 from recipes.common.report import flops, picture, report
@@ -59,6 +60,7 @@ def fit(
     Returns (state, log, its Evaluation's totals). Raises UserError before anything is written, and
     Stopped as `take_steps` does.
     """
+    began = time.perf_counter()
     # ---- Check and compile; report where everything lies and what a step sends --------------------
     layout, facts = step.layout, {"seed": run.seed, "batch_size": run.batch_size, **data.facts}
     metadata = checkpoint_metadata(folder, layout)
@@ -68,12 +70,15 @@ def fit(
     print0(report.headline(layout), report.table(layout, abstract, second.get("frozen")))
     compiled = compile_step(step, abstract | second, data) if run.steps > folder.step else None
 
+    compiled_at = time.perf_counter()
+
     # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------
     lines = messages(folder, run, step)
     state = first_state(folder, step, run.seed, abstract)
     if frozen:
         state |= {"frozen": frozen.read()}
     print0(*lines)
+    ready_at = time.perf_counter()
 
     # ---- The loop, and an evaluation at its end ---------------------------------------------------
     saver = None
@@ -97,8 +102,15 @@ def fit(
 
     if compiled and saver:
         due = run.eval_every and folder.step % run.eval_every == 0
+        evaluated_at = time.perf_counter()
         if folder.source or (folder.step and due):  # a given model, or perhaps killed before this
             evaluate(folder.step, state)
+        log.before_first_step = {
+            "start and data": began - STARTED,
+            "compiling": compiled_at - began,
+            "parameters": ready_at - compiled_at,
+            "evaluation": time.perf_counter() - evaluated_at,
+        }
         batches = train_batches(data, run.batch_size, run.seed, folder.step, layout.process_rows)
         with profile:
             traced, feed = profile.around(compiled, folder.step), device_batches(batches, layout)

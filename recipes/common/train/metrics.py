@@ -46,6 +46,7 @@ class Log:
         self._timed: list[tuple[int, float]] = []  # (steps, seconds) of each line
         self._pending: tuple[int, dict] | None = None
         self._wait, self._first_step_seconds = 0.0, 0.0
+        self.before_first_step: dict[str, float] = {}  # what took how many seconds
         self._tolerated, self._in_a_row, self._skipped = run.skip_nonfinite, 0, 0
         self._since, self._since_step = time.perf_counter(), first
         self._record: jsonl.DiskLog | jsonl.BucketLog | None = None
@@ -147,7 +148,10 @@ class Log:
     def times(self) -> str:
         """How long the run took, from the start of the command, and how fast its steps were."""
         began = self._first_step_seconds
-        begin = f", {began:.1f} s of it before the first step was done" if began else ""
+        parts = {name: spent for name, spent in self.before_first_step.items() if spent > 0.1}
+        spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+        where = f" ({spent})" if began and parts else ""
+        begin = f", {began:.1f} s of it{where} before the first step was done" if began else ""
         # Caches are cold in the first line's steps.
         timed = self._timed[1:] or self._timed
         steps, seconds = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 1)
