@@ -20,6 +20,7 @@ from zoo.core.attention import make_inputs
 from zoo.core.decoder import Decoder
 from zoo.deepseek import RULES, Config, DeepSeek
 from zoo.experts.mixture import Routing, in_best_groups
+from zoo.options import cache as zoo_cache
 from zoo.options import low_precision
 from zoo.options.rope_scaling import Yarn
 
@@ -267,10 +268,11 @@ def test_a_loss_moves_the_biases_toward_even_loads(monkeypatch):
 
 def decoded(model: Decoder, tokens_BT, prompt: int) -> np.ndarray:
     """Logits of each position from prompt - 1 on, by prefill and decode."""
-    decode = jax.jit(lambda m, t, c: m.decode(t, c), compiler_options=QUICK)
+    decode = jax.jit(lambda m, t, c: zoo_cache.decode(m, t, c), compiler_options=QUICK)
     whole = tokens_BT.shape[1]
     read = jax.jit(
-        lambda m, t: m.prefill(t, jnp.full(len(t), prompt), whole), compiler_options=QUICK
+        lambda m, t: zoo_cache.prefill(m, t, jnp.full(len(t), prompt), whole),
+        compiler_options=QUICK,
     )
     logits_BV, cache = read(model, tokens_BT[:, :prompt])
     found = [logits_BV]
@@ -340,7 +342,9 @@ def test_a_cache_holds_latents_and_rotary_keys_alone():
     model = nnx.eval_shape(lambda: DeepSeek(TINY, rngs=nnx.Rngs(0)))
     tokens = jax.ShapeDtypeStruct((B, T), np.int32)
     lengths = jax.ShapeDtypeStruct((B,), np.int32)
-    _, cache = jax.eval_shape(lambda m, t, n: m.prefill(t, n, 32), model, tokens, lengths)
+    _, cache = jax.eval_shape(
+        lambda m, t, n: zoo_cache.prefill(m, t, n, 32), model, tokens, lengths
+    )
     assert (cache.k.shape, cache.v.shape) == ((3, B, 32, 1, 16), (3, B, 32, 1, 4))
 
 

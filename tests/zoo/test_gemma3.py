@@ -148,13 +148,13 @@ def test_embeddings_are_scaled_in_the_compute_dtype():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"layer_kinds": ()}, "layer_kinds is empty; it needs at least one Kind"),
+        ({"layer_kinds": ()}, "layer_kinds is empty; it needs at least one AttentionType"),
         (
             {"layer_kinds": (AttentionType(0, 1e4),)},
             "layer_kinds has window=0, which must be ≥ 1, or None",
         ),
         ({"soft_cap": 0.0}, r"soft_cap=0.0 must be from 1e-06 to 1e\+06"),
-        ({"logits_soft_cap": math.inf}, "logits_soft_cap=inf must be a finite number ≥ 0"),
+        ({"logits_soft_cap": math.inf}, r"logits_soft_cap=inf must be from 1e-06 to 1e\+06"),
         ({"query_scalar": 0}, "query_scalar=0 must be ≥ 1"),
         ({"num_heads": 12}, "num_heads=12 is not divisible by num_kv_heads=8"),
         ({"remat": "dispatched"}, "remat='dispatched' is not one of none, dots"),

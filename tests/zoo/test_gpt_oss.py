@@ -15,6 +15,7 @@ from zoo import gpt_oss
 from zoo.core.attention import make_inputs
 from zoo.core.layers import AttentionType
 from zoo.gpt_oss import RULES, Config, GptOss
+from zoo.options import cache as zoo_cache
 
 pytestmark = [pytest.mark.promise("definitions"), pytest.mark.usefixtures("strict")]
 TINY = dataclasses.replace(Config.tiny(), num_layers=1)
@@ -120,8 +121,10 @@ def test_sinks_take_their_share_of_a_cache_too():
     model = random_model(capacity=None)
     tokens_BT = np.random.default_rng(0).integers(0, 257, (B, T))
     logits = jax.jit(lambda m, t: m(t), compiler_options=QUICK)
-    read = jax.jit(lambda m, t: m.prefill(t, jnp.full(B, T - 3), T), compiler_options=QUICK)
-    decode = jax.jit(lambda m, t, c: m.decode(t, c), compiler_options=QUICK)
+    read = jax.jit(
+        lambda m, t: zoo_cache.prefill(m, t, jnp.full(B, T - 3), T), compiler_options=QUICK
+    )
+    decode = jax.jit(lambda m, t, c: zoo_cache.decode(m, t, c), compiler_options=QUICK)
     logits_BV, cache = read(model, tokens_BT[:, : T - 3])
     found = [logits_BV]
     for t in range(T - 3, T):

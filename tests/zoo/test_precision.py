@@ -26,6 +26,7 @@ from tests.support.models import multiplying
 from zoo.core import layers, vocabulary
 from zoo.core.strategies import DECODER
 from zoo.llama_relatives import RULES, Config
+from zoo.options import cache as zoo_cache
 from zoo.options import log_probs as zoo_log_probs
 
 pytestmark = pytest.mark.promise("precision")
@@ -141,8 +142,8 @@ def next_logits(layout, state, batch, microbatches):
     model = layout.model.merge({kind: state[kind] for kind in layout.model.shapes})
     tokens_BT = batch["tokens"]
     B, T = tokens_BT.shape
-    _, cache = model.prefill(tokens_BT, jnp.full(B, T), slots=2 * T)
-    return model.decode(tokens_BT[:, 0], cache)[0]
+    _, cache = zoo_cache.prefill(model, tokens_BT, jnp.full(B, T), slots=2 * T)
+    return zoo_cache.decode(model, tokens_BT[:, 0], cache)[0]
 
 
 @pytest.mark.parametrize(

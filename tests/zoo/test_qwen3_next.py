@@ -16,6 +16,7 @@ from tests.conftest import full_except
 from tests.support.models import built, random_variables
 from tests.support.quick import QUICK
 from zoo.core.attention import make_inputs
+from zoo.options import cache as zoo_cache
 from zoo.qwen3_next import Config, Qwen3Next
 
 pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]
@@ -113,11 +114,11 @@ def test_decoding_is_the_forward_pass(mesh):
 
     def generate(variables, prompts_BT, lengths_B, tokens_BT):
         model = layout.model.merge(variables)
-        logits_BV, cache = model.prefill(prompts_BT, lengths_B, slots)
+        logits_BV, cache = zoo_cache.prefill(model, prompts_BT, lengths_B, slots)
         logits = [logits_BV]
         for step in range(steps):
             newest_B = jnp.take_along_axis(tokens_BT, lengths_B[:, None] + step, axis=1)[:, 0]
-            logits_BV, cache = model.decode(newest_B, cache)
+            logits_BV, cache = zoo_cache.decode(model, newest_B, cache)
             logits.append(logits_BV)
         return jnp.stack(logits)
 

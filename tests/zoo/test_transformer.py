@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recipes.common.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
 from tests.conftest import full_except
+from tests.support.models import built, packed_batch
 from tests.support.quick import QUICK
+from zoo import llama_relatives
+from zoo import transformer as llama
 from zoo.core.attention import attend, make_inputs
 from zoo.core.layers import Llama3
 from zoo.kernels import gpu_loss
@@ -81,7 +86,7 @@ def normal(*shapes):
 
 
 def test_every_named_size_can_be_chosen():
-    methods = [name for name, value in vars(Config).items() if isinstance(value, classmethod)]
+    methods = [name for name, value in vars(llama.Config).items() if isinstance(value, classmethod)]
     llama3 = ["llama_1b", "llama_8b", "llama_70b"]
     llama31 = ["llama31_8b", "llama31_70b", "llama31_405b"]
     assert methods == ["tiny", "small", "medium", "gpt2_124m", *llama3, *llama31]
@@ -89,6 +94,38 @@ def test_every_named_size_can_be_chosen():
     relatives = [name for name in TRANSFORMER if name not in SIZES]
     assert relatives == [TRANSFORMER[name].__name__ for name in relatives]
     assert "mistral_small_24b" in relatives
+
+
+def test_a_llama_alone_is_the_model_that_recipes_use():
+    """Same variables, initial values and loss: llama_relatives adds only what is turned on."""
+    batch = packed_batch()
+    losses = []
+    for zoo in (llama, llama_relatives):
+        model = built(zoo.Transformer, zoo.Config.tiny())
+        state = nnx.to_pure_dict(nnx.state(model))
+        total, count, _ = jax.jit(lambda m: m.loss(**batch), compiler_options=QUICK)(model)
+        losses.append((paths(state), total / count))
+    (plain, plain_loss), (full, full_loss) = losses
+    assert list(plain) == list(full)
+    for path, value in plain.items():
+        np.testing.assert_array_equal(value, full[path])
+    assert plain_loss == full_loss
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "message"),
+    [
+        ("data=2,seq=4", "cp", "the rules split positions over 4 devices; use a Config that"),
+        ("data=4,pipe=2", "pp", "the rules split the layers into stages"),
+    ],
+)
+def test_a_llama_alone_says_what_its_config_lacks(mesh, strategy, message):
+    model = nnx.eval_shape(lambda: llama.Transformer(llama.Config.tiny(), rngs=nnx.Rngs(0)))
+    tokens = np.zeros((8, 24), np.int32)
+    rules = tuple(llama.RULES[strategy].items())
+    with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(rules):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(lambda m: m.loss(tokens, tokens), model)
 
 
 def test_tiny_is_divisible_by_eight():

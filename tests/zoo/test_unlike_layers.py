@@ -31,6 +31,7 @@ from zoo import moe
 from zoo.core.attention import make_inputs
 from zoo.core.layers import AttentionType, Llama3, rope_angles
 from zoo.kernels.choice import Choice
+from zoo.options import cache as zoo_cache
 from zoo.options.periods import scan_periods
 from zoo.options.rope_scaling import Linear, Yarn
 
@@ -311,9 +312,11 @@ def test_no_parameter_and_no_cache_is_copied():
         step = step.lower(params, BATCH).compile().memory_analysis()
         lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
-        prefill = lambda p, t, n: model.merge({"params": p}).prefill(t, n, 8192)[1]  # noqa: E731
+        prefill = lambda p, t, n: zoo_cache.prefill(model.merge({"params": p}), t, n, 8192)[1]  # noqa: E731
         cache = jax.eval_shape(prefill, params, tokens, lengths)
-        decode = compiled(lambda p, t, c: model.merge({"params": p}).decode(t, c), donate_argnums=2)
+        decode = compiled(
+            lambda p, t, c: zoo_cache.decode(model.merge({"params": p}), t, c), donate_argnums=2
+        )
         decode = decode.lower(params, lengths, cache).compile().memory_analysis()
         sizes = (sum(4 * x.size for x in jax.tree.leaves(tree)) for tree in (params, cache.k))
         return step.temp_size_in_bytes, decode.temp_size_in_bytes, *sizes
@@ -352,10 +355,10 @@ def test_a_cache_gives_the_whole_model_s_logits(entry, layers, period, mesh, rul
 
     def run(variables, rows, prompts, lengths, given):
         model = layout.model.merge(variables)
-        logits, cache = model.prefill(prompts, lengths, first + more)
+        logits, cache = zoo_cache.prefill(model, prompts, lengths, first + more)
 
         def step(cache, tokens):
-            logits, cache = model.decode(tokens, cache)
+            logits, cache = zoo_cache.decode(model, tokens, cache)
             return cache, logits
 
         _, later = jax.lax.scan(step, cache, given)
@@ -384,7 +387,7 @@ def test_mesh_axes_of_one_device_and_a_single_kv_head(shape, names, strategy):
     lengths = jax.ShapeDtypeStruct((8,), "int32")
 
     def call(state, tokens, lengths):
-        _, cache = nnx.merge(graph, state).prefill(tokens, lengths, 32)
+        _, cache = zoo_cache.prefill(nnx.merge(graph, state), tokens, lengths, 32)
         return cache, nnx.merge(graph, state).loss(tokens, tokens, tokens)[0]
 
     with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):

@@ -1,4 +1,4 @@
-"""variant.Variant: generation and gradients with all switches of Llama's relatives on."""
+"""LlamaOptions: generation and gradients with all switches of Llama's relatives on."""
 
 import dataclasses
 import math
@@ -18,6 +18,7 @@ from zoo.core.layers import AttentionType, rope_angles
 from zoo.llama_relatives import Config, Transformer
 from zoo.moe import Config as MoEConfig
 from zoo.moe import MoE
+from zoo.options import cache as zoo_cache
 from zoo.options.rope_scaling import Dynamic, LongRope, Yarn
 
 pytestmark = pytest.mark.promise("definitions")
@@ -55,10 +56,10 @@ def test_generation_is_the_whole_row_with_all_switches(entry):
     tokens_BT = jnp.asarray(random.integers(0, config.vocab_size, (2, 12)))
     compiled = lambda f: jax.jit(f, compiler_options=QUICK)  # noqa: E731
     wanted = compiled(lambda m, t: m(t))(model, tokens_BT)
-    read = compiled(lambda m, t: m.prefill(t, jnp.array([9, 7]), 12))
+    read = compiled(lambda m, t: zoo_cache.prefill(m, t, jnp.array([9, 7]), 12))
     padded_BT = tokens_BT[:, :9].at[1].set(jnp.roll(tokens_BT[1, :9], 2))  # 7 tokens, left-padded
     logits_BV, cache = read(model, padded_BT)
-    step = compiled(lambda m, t, c: m.decode(t, c))
+    step = compiled(lambda m, t, c: zoo_cache.decode(m, t, c))
     for t in range(3):
         np.testing.assert_allclose(logits_BV[0], wanted[0, 8 + t], atol=1e-4)
         np.testing.assert_allclose(logits_BV[1], wanted[1, 6 + t], atol=1e-4)

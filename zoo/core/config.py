@@ -122,13 +122,13 @@ class Compute(Architecture):
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
+        name = "head_dim" if self.rotary_dim == self.head_dim else self.ROTARY
+        for kind in self.kinds:
+            kind.check(name, self.rotary_dim)
         check_fields(self)
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % kv_heads:
             raise ValueError(f"num_heads={heads} is not divisible by num_kv_heads={kv_heads}")
-        name = "head_dim" if self.rotary_dim == self.head_dim else self.ROTARY
-        for kind in self.kinds:
-            kind.check(name, self.rotary_dim)
 
     @property
     def remat_policy(self):

@@ -120,7 +120,8 @@ def _least(config: type, name: str) -> int:
     """The least value of a field that is a number."""
     if config.__dataclass_fields__[name].type is float:
         return 0
-    return 0 if bounds_of(config, name).least == 0 else 1
+    bounds = bounds_of(config, name)
+    return 0 if bounds.least == 0 or 0 in bounds.choices else 1
 
 
 def comment(config: type, name: str) -> str:
