@@ -40,7 +40,7 @@ from recipes.instruments.plan.calibration import FACTORS, LOWER_BOUND
 from recipes.instruments.plan.estimate import LOGITS, Estimate, abstract_mesh, estimate
 from recipes.instruments.plan.hardware import HARDWARE, parse_devices
 from recipes.instruments.plan.search import Job, Plan, meshes, search
-from recipes.instruments.plan.textbook import Transfer, of_stages, transfers
+from recipes.instruments.plan.textbook import Transfer, stage_transfers, transfers
 from tests.conftest import ROOT, full_except
 from tests.support import plan_estimates
 from tests.support.entries import BATCH, ENTRIES, LR
@@ -233,7 +233,7 @@ def test_layers_that_move_for_a_pipeline_s_rounds_by_hand():
             Config.tiny(), num_layers=4, pipe_microbatches=4, pipeline=schedule, dtype="bfloat16"
         )
         layout = make_layout(Transformer, config, mesh, "fsdp_pp", batch_size=16, seq_len=64)
-        sent[schedule] = {x.kind: x.bytes for x in of_stages(layout)}["collective-permute"]
+        sent[schedule] = {x.kind: x.bytes for x in stage_transfers(layout)}["collective-permute"]
     activations = 2 * 64 * 64  # of a microbatch of a row
     matrices = 64 * 8 * (16 + 8 + 8 + 16) + 3 * 64 * 128  # a layer's; each device has a fourth
     norms = 2 * 64  # whole on each, and never cast

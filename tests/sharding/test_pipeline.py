@@ -25,7 +25,7 @@ from recipes.common.sharding.layout import Layout, make_layout
 from recipes.common.train.checks import check_stages
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
-from recipes.instruments.plan.textbook import of_stages
+from recipes.instruments.plan.textbook import stage_transfers
 from recipes.instruments.prove.comparison import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
@@ -367,7 +367,7 @@ def test_activations_travel_and_gradients_are_reduced_once(schedule):
     # Interleaved, also halves of each stage's layers and of their gradients.
     permuted = {size: times for (kind, size), times in sent.items() if kind == "collective-permute"}
     assert (len(permuted) == 1) == (v == 1)
-    textbook = {x.kind: x.bytes for x in of_stages(dataclasses.replace(layout, seq_len=T))}
+    textbook = {x.kind: x.bytes for x in stage_transfers(dataclasses.replace(layout, seq_len=T))}
     found = sum(size * times for size, times in permuted.items())
     assert textbook["collective-permute"] == found
     # The outputs are cut for the loss, its gradients put together: 20 of 18 positions in 4 parts.

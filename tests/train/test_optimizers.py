@@ -26,7 +26,7 @@ from recipes.common.train.optimizer import (
 from recipes.common.train.state import abstract_state
 from recipes.instruments.plan.estimate import abstract_mesh
 from recipes.instruments.plan.hardware import parse_devices
-from recipes.instruments.plan.textbook import of_optimizer, shares
+from recipes.instruments.plan.textbook import optimizer_transfers, shares
 from tests.conftest import full_except
 from tests.support.entries import ENTRIES, FAMILY_CASES, FAST
 from tests.support.quick import QUICK
@@ -287,7 +287,7 @@ def test_muon_sends_matrices_once_each_way_and_computes_each_once(entry, strateg
     step = layout.compile(update, sharded, out_shardings=where, compiler_options=QUICK)
     sent = sent_by_kind(step.as_text(), layout.mesh.size)
     book = collections.Counter()
-    for transfer in of_optimizer(layout, "muon"):
+    for transfer in optimizer_transfers(layout, "muon"):
         book[transfer.kind] += transfer.bytes
     assert {kind: round(count) for kind, count in sent.items()} == {
         kind: round(count) for kind, count in book.items()
