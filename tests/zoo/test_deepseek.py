@@ -16,6 +16,7 @@ from tests.conftest import full_except
 from tests.support.models import loss_and_gradients, packed_batch, random_decoder, worst
 from tests.support.quick import QUICK
 from zoo import deepseek
+from zoo.core import attention
 from zoo.core.attention import make_inputs
 from zoo.core.decoder import Decoder
 from zoo.deepseek import RULES, Config, DeepSeek
@@ -156,14 +157,14 @@ def test_gradients_of_latents_and_of_the_rotary_key_are_summed_over_the_heads(mo
     assert len(shared) == 4
     _, found = loss_and_gradients(DeepSeek, one, "1x8", "tp")
     assert worst(found, wanted) < 3e-6
-    rotate = deepseek.rotate
+    rotate = attention.rotate
 
     def without_sum(x_BTNP, *turn):
         x_BTNP = rotate(x_BTNP, *turn)
         own = x_BTNP.shape[2] == 1
         return x_BTNP / 8 + jax.lax.stop_gradient(x_BTNP * 7 / 8) if own else x_BTNP
 
-    monkeypatch.setattr(deepseek, "rotate", without_sum)
+    monkeypatch.setattr(attention, "rotate", without_sum)
     _, wrong = loss_and_gradients.__wrapped__(DeepSeek, one, "1x8", "tp")
     assert worst(wrong, {path: wanted[path] for path in shared}) > 1e-2
 

@@ -588,7 +588,7 @@ def computed(load: str, mesh: str, strategy: str, room: float, grouped: bool = T
 
     with multiplying(grouped), pytest.MonkeyPatch.context() as patch:
         for file in (expert_exchange, expert_matmul):
-            patch.setattr(file, "ROOM", room)
+            patch.setattr(file, "CAPACITY", room)
         patch.setattr(expert_matmul, "ROWS", 4)
         patch.setattr(jax.lax, "ragged_dot", in_blocks)
         if not mesh:
