@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.sharding import (
     WeightAndSlot, active_rules, has_slot, in_use, mesh_axes, optimizer_axes, per_device,
+    shards,
 )  # fmt: skip
 from ..core.vocabulary import Batch, Objective
 
@@ -69,11 +70,25 @@ def routes(stages: int, rounds: int) -> list[list[tuple[int, int, int, int]]]:
     return permutations
 
 
+def check_periods(config, rounds: int) -> None:
+    """Raises ValueError if a chunk of layers is no whole number of periods.
+
+    Each chunk counts its layers from the first kind of a period, so they would run as other kinds.
+    """
+    layers, chunks = config.num_layers - config.dense_layers, rounds * shards("layers")
+    if layers % (chunks * len(config.kinds)):
+        raise ValueError(
+            f"{layers} layers in {chunks} chunks are no whole number of periods of "
+            f"{len(config.kinds)} kinds of layers; use fewer stages or rounds"
+        )
+
+
 def objective_in_stages(model, batch: Batch) -> Objective:
     """`Decoder.objective` in stages; its forward pass also computes the gradients.
 
-    Raises ValueError if the model has a head for the second-next token.
+    Raises ValueError if the model has a head for the second-next token, or a chunk cuts a period.
     """
+    check_periods(model.config, rounds(model.config))
     weights, tree = jax.tree.flatten(model, is_leaf=has_slot)
     if model.mtp is not None:
         raise ValueError("a pipeline has no stage for the layer of mtp_depth=1; use mtp_depth=0")
