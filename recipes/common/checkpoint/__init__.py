@@ -4,6 +4,7 @@ from recipes.common.checkpoint.integrity import verify
 from recipes.common.checkpoint.locate import PUBLISHED, find, published
 from recipes.common.checkpoint.lora import Adapted
 from recipes.common.checkpoint.model import (
+    LONGEST,
     NewHead,
     check_variables,
     context,
@@ -11,6 +12,7 @@ from recipes.common.checkpoint.model import (
     leaves_out_head,
     restore,
     restore_variables,
+    sentences,
     variables_of_dtype,
 )
 from recipes.common.checkpoint.resolve_tokenizer import check_vocabulary, tokenizer_for

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from data import buckets, hub, tokenizer
+from data import buckets, hub, old_tokenizers, tokenizer
 from recipes.common import entries
 from recipes.common.hf import (
     bert,
@@ -60,8 +60,8 @@ def locate(name: str) -> pathlib.Path:
     if not re.fullmatch(hub.MODEL_NAME, name):
         raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
     wanted = ["config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"]
-    wanted += [vit.PREPROCESSOR, sentence_transformers.MODULES, "*/config.json"]
-    files = (*tokenizer.FILES, *tokenizer.PAIRS, *tokenizer.PIECES)
+    wanted += [*vit.PROCESSORS, *sentence_transformers.FILES, "*/config.json"]
+    files = (*tokenizer.FILES, *old_tokenizers.FILES, *tokenizer.PIECES)
     return hub.snapshot(name, [*wanted, *files], name)
 
 
@@ -94,6 +94,9 @@ class Folder:
             "context": theirs.get(self.family.context),
             "architecture": next(iter(self.family.architectures)),
         }
+        makes_vectors = self.family.entry == bert.ENTRY and self.config.task == "embed"
+        if makes_vectors and (path / sentence_transformers.MODULES).exists():
+            self.metadata["sentences"] = dataclasses.asdict(sentence_transformers.sentences(path))
         stored = selection.stored
         self._files = {tensor.file for tensor in stored.values()}
         if method := _format_of(theirs):  # families that do not read it refused it
@@ -121,6 +124,8 @@ class Folder:
     def tokenizer(self) -> tokenizer.Tokenizer | None:
         """The folder's tokenizer; None if it has none. Raises DataError if it can't be read."""
         files = tokenizer.read(self.path)
+        if files and sentence_transformers.lowercases(self.path):
+            files[tokenizer.MAIN] = sentence_transformers.lowercased(files[tokenizer.MAIN])
         return tokenizer.from_files(files, str(self.path)) if files else None
 
     def _check(self) -> None:
@@ -157,6 +162,7 @@ def write(
     tokens: tokenizer.Tokenizer | None = None,
     card: str = "",
     architecture: str = "",
+    sentences: sentence_transformers.Sentences | None = None,
 ) -> None:
     """Writes a model folder next to its destination, then moves it into place.
 
@@ -169,6 +175,7 @@ def write(
       read: a function from a variable's path to its value, a float32 NumPy array.
       tokens: the model's tokenizer, whose files are copied unchanged; None if unknown.
       card: text of README.md; empty: none.
+      sentences: of a model that makes vectors of texts.
     """
     family = family_of(entry, config, architecture)
     theirs = family.config_json(config, context)
@@ -180,7 +187,9 @@ def write(
     expanded = tensors.expand(family.tensors(config), stored_paths(shapes_of(entry, config)))
     with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read)
-        for name, content in {"config.json": theirs, **family.other_files(config)}.items():
+        files = {"config.json": theirs, **family.other_files(config)}
+        files |= sentences.files() if sentences and sentence_transformers.MODULES in files else {}
+        for name, content in files.items():
             (beside / name).parent.mkdir(exist_ok=True)
             (beside / name).write_text(json.dumps(content, indent=2) + "\n")
 
