@@ -196,6 +196,7 @@ PICTURES: list[dict[str, Any]] = [
     *({"resample": 0}, {"do_rescale": False}, {"rescale_factor": 0.5}, {"do_normalize": False}),
     *({"image_mean": [0.1, 0.2, 0.3]}, {"image_std": [1.0, 2.0, 3.0]}, {"do_resize": False}),
     *({"resample": ABSENT}, {"image_mean": ABSENT}, {"image_std": ABSENT}, {"do_rescale": None}),
+    *({"do_normalize": None}, {"do_center_crop": None}, {"image_mean": None}, {"size": None}),
     *({"do_center_crop": ABSENT}, {"do_center_crop": True}, {"do_center_crop": False}),
     *({"size": 4}, {"crop_size": 3}, {"do_pad": True}, {"image_processor_type": ABSENT}),
     *({"image_processor_type": f"{x}ImageProcessor"} for x in ("CLIP", "ViT", "Siglip", "DeiT")),

@@ -84,7 +84,12 @@ class Folder:
         _check_format(theirs, self.family, file)
         contents = theirs
         theirs = self.family.text_keys(theirs | {"model_type": kind}, file)
-        selection = self.family.select(tensors.find(path), self.family.config_from(theirs, file))
+        found = tensors.find(path)
+        config = config_from(self.family, theirs, file)
+        if self.family.entry == bert.ENTRY and bert.lacks_head(self.family, config, found):
+            self.family = _headless(self.family, kind, file)
+            config = config_from(self.family, theirs, file)
+        selection = self.family.select(found, config)
         self.config = selection.config
         self.metadata = {
             "entry": self.family.entry,
@@ -275,6 +280,16 @@ def add_prefix(wanted: Collection[str]) -> Callable[[str], str]:
     return full_name
 
 
+def config_from(family: Family, keys: dict[str, Any], file: pathlib.Path) -> Any:
+    """The Config of a family for the keys of a config.json. Raises UserError if its bounds forbid it."""
+    try:
+        return family.config_from(keys, file)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{file} implies {error}; use this model's config.json") from None
+
+
 def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Family, str]:
     """The (family, model_type) of a config.json, from its architecture. Raises UserError."""
     known = {}
@@ -291,6 +306,26 @@ def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Family, str]:
     return known[names[0]]
 
 
+def _headless(family: Family, kind: str, file: pathlib.Path) -> Family:
+    """An encoder's family without a head, for weights that lack it and make vectors of texts.
+
+    Raises UserError if no modules.json says that they do.
+    """
+    (headless,) = (
+        other
+        for other in FAMILIES
+        if kind in other.architectures.values() and other.fixed.get("task") == "embed"
+    )
+    named, name = next(iter(family.architectures)), next(iter(headless.architectures))
+    if not file.with_name(sentence_transformers.MODULES).exists():
+        raise UserError(
+            f"{file} has architecture {named}, and the weights beside it lack its head; to make vectors "
+            f'of texts, or to train a new head, set architectures to ["{name}"] there'
+        )
+    print0(f"Read as {name}: the weights lack the head of {named}, and modules.json needs none.")
+    return headless
+
+
 def _check_model_type(theirs: dict[str, Any], config: Any, file: pathlib.Path) -> None:
     """Raises UserError if the model_type means another model than the architecture, which `config` has.
 
@@ -301,7 +336,7 @@ def _check_model_type(theirs: dict[str, Any], config: Any, file: pathlib.Path) -
 
     def same(family: Family) -> bool:
         try:
-            return family.config_from(family.text_keys(theirs, file), file) == config
+            return config_from(family, family.text_keys(theirs, file), file) == config
         except UserError:
             return False
 

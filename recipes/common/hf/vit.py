@@ -159,7 +159,12 @@ def inputs(
     file, keys = _processor_keys(folder)
     if keys is None:
         return {}
-    keys = {key: value for key, value in keys.items() if value is not None}  # null: absent
+    # null is absent, but for switches, which it turns off.
+    keys = {
+        k: bool(v) if k.startswith("do_") else v
+        for k, v in keys.items()
+        if v is not None or k.startswith("do_")
+    }
     theirs = ConfigFile(keys, file, entry)
     named = keys.get("image_processor_type", keys.get("feature_extractor_type"))
     if named is not None:
@@ -168,7 +173,7 @@ def inputs(
         if name not in CLASSES:
             raise theirs.refused("image_processor_type", named)
         processor = CLASSES[name]
-    crops = keys.get("do_center_crop", processor.crops) is not False
+    crops = keys.get("do_center_crop", processor.crops)
     if crops and not may_crop:
         raise theirs.refused("do_center_crop", True)
     theirs.refuse({"do_resize": (True,), "do_pad": (False,), "use_square_size": (False,)})
