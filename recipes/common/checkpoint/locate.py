@@ -189,6 +189,7 @@ def load(location: Location, hash_files: bool) -> Source:
             )
     if isinstance(source, hf.Adapter):
         source = source.on(base.metadata, config_of(base))
+        source.check_copies(base)
     adapted = lora.Adapted(source, base, lora.portable_path(base, path))
     adapted.check()
     return adapted

@@ -287,7 +287,7 @@ def config_from(family: Family, keys: dict[str, Any], file: pathlib.Path) -> Any
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{file} implies {error}; use this model's config.json") from None
+        raise UserError(f"{file} makes no sense: {error}; use this model's config.json") from None
 
 
 def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Family, str]:
