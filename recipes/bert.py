@@ -18,7 +18,7 @@ from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, language
 from recipes.common.checkpoint import open_run
 from recipes.common.classification import confusion, show
-from recipes.common.config_flags import check_set, describe_set
+from recipes.common.config_flags import check_set, describe_set, read_set
 from recipes.common.encoders import PairLoss, class_logits, count_right, for_task, task_of
 from recipes.common.language import DECODER, Text, Training
 from recipes.common.report import flops, kernel
@@ -46,12 +46,14 @@ class EncoderText(Text):
         "empty: as the checkpoint, or fill.", "data", choices=["", *TASKS],
     )  # fmt: skip
     mask_rate: float = flag(
-        0.15, "Share of the tokens to fill in.", "data", at_least=0.0, at_most=1.0
+        0.15, "Share of the tokens to fill in.", "data", at_least=0.01, at_most=1.0
     )
     label_column: str = flag("label", "Column of labels, names or numbers, to classify.", "data")
     anchor_column: str = flag("anchor", "Column of the first texts of pairs, to embed.", "data")
     positive_column: str = flag("positive", "Column of the texts that mean the same.", "data")
-    scale: float = flag(20.0, "Factor of cosines, to embed: 1 / temperature.", "data", at_least=0.0)
+    scale: float = flag(
+        20.0, "Factor of cosines, to embed: 1 / temperature.", "data", at_least=0.01
+    )
     pairs: str = flag(
         "gather", "How texts to embed meet those of other devices; local: not at all, another loss.",
         "data", choices=EXCHANGES,
@@ -72,6 +74,13 @@ class EncoderText(Text):
         return similar.load(self.dataset, self.anchor_column, self.positive_column, *of_both)
 
 
+OF_TASKS = {  # flag → the tasks that it is for; all others are for every task
+    "mask_rate": ("fill",), "pack": ("fill",), "text_column": ("fill", "classify"),
+    "label_column": ("classify",), "anchor_column": ("embed",), "positive_column": ("embed",),
+    "scale": ("embed",), "pairs": ("embed",),
+}  # fmt: skip
+
+
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
 MODEL = language.model_flags(Config, DECODER, SIZES, Config.REMAT)
 NEW = (Run(steps=600, batch_size=16, learning_rate=4e-3), EncoderText(), MODEL, Training())
@@ -80,6 +89,8 @@ WHOLE = (Run(steps=300, batch_size=32, learning_rate=2e-3), *NEW[1:])  # to clas
 
 def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
     task = task_of(text.task, run)
+    read_set(Config, flags.set, ("task",))  # raises: the task has a flag
+    check_used(task, text)
     if task == "fill":  # like a language model: recipes/common/language/recipe.py
         text = dataclasses.replace(text, task="")
         return language.main("bert", run, text, flags, training, extra=count_right)
@@ -94,7 +105,7 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
         change=functools.partial(for_task, task=task),
     )  # fmt: skip
     texts = text.load_whole(tokenizer, config.labels)
-    check_set(flags, {"task", *texts.config})
+    check_set(flags, texts.config)
     config = dataclasses.replace(config, **texts.config)
 
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
@@ -157,6 +168,17 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> None:
             f"their own partner among {min(run.batch_size, int(count))} ({right / count:.2%})."
         )
     finish(folder, layout, log)
+
+
+def check_used(task: str, text: EncoderText) -> None:
+    """Raises UserError for a flag of another task, which would have no effect."""
+    for name, tasks in OF_TASKS.items():
+        value = getattr(text, name)
+        if task not in tasks and value != EncoderText.__dataclass_fields__[name].default:
+            raise UserError(
+                f"--{name}={value} is for --task={' and '.join(tasks)}, and this run's task is {task}; "
+                "leave it out"
+            )
 
 
 def defaults(run: Run, text: EncoderText, *groups: Any) -> tuple:

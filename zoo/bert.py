@@ -72,7 +72,9 @@ class Config(Compute):
             if vars(self)[name] not in valid:
                 raise ValueError(f"{name}={vars(self)[name]!r} is not one of {', '.join(valid)}")
         if self.num_layers <= self.dense_layers:
-            raise ValueError(f"num_layers={self.num_layers} must be ≥ 2 if modern: the first differs")
+            raise ValueError(
+                f"num_layers={self.num_layers} must be ≥ 2 if modern: the first differs"
+            )
         super().__post_init__()
 
     @property

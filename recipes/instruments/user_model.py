@@ -235,6 +235,10 @@ def make_subject(
         raise UserError(
             f"the model can't be built ({reason(error)}); fix it or its config"
         ) from error
+    if not any(isinstance(x, nnx.Variable) for _, x in nnx.iter_graph(model)):
+        raise UserError(
+            f"{type(model).__name__} has no variables, so there is nothing to train; give it an nnx.Param"
+        )
     if loss is None and "loss" not in dir(model):
         raise UserError(f"{type(model).__name__} has no method loss; use --loss=FILE.py:FUNCTION")
     compute_loss = loss or (lambda model, **batch: model.loss(**batch))

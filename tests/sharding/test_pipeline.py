@@ -477,9 +477,12 @@ def test_a_model_alone_refuses_stages_that_cut_a_period(pipeline):
     ],
 )
 def test_rounds_that_do_not_fit(changes, message):
-    with pytest.raises(UserError) as caught:
+    def check():
         layout = layout_of("transformer", deep("transformer", **changes), "data=2,pipe=4", "pp")
         check_stages(layout, accumulate=1)
+
+    with pytest.raises(UserError) as caught:
+        check()
     assert str(caught.value) == message
 
 

@@ -59,6 +59,9 @@ def locate(name: str) -> pathlib.Path:
         return folder.absolute()
     if not re.fullmatch(hub.MODEL_NAME, name):
         raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
+    parent = pathlib.Path(name).parent
+    if parent.is_dir() and parent != pathlib.Path():  # no ORG is a folder here
+        raise UserError(f"hf:{name} does not exist, and {parent} does; use a model folder in it")
     wanted = ["config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"]
     wanted += [*vit.PROCESSORS, *sentence_transformers.FILES, "*/config.json"]
     files = (*tokenizer.FILES, *old_tokenizers.FILES, *tokenizer.PIECES)

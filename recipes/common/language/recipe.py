@@ -9,7 +9,7 @@ from recipes.common import checkpoint, contexts, entries
 from recipes.common.checkpoint import Source, flags_of, open_run
 from recipes.common.config_flags import check_vocabulary, configure, describe_set
 from recipes.common.language.flags import Text, Training
-from recipes.common.language.sample import Sample
+from recipes.common.language.sample import Sample, prompt_of_row
 from recipes.common.report import flops, kernel
 from recipes.common.report.plan import plan
 from recipes.common.runtime import Run, UserError, describe, make_mesh, print0
@@ -21,6 +21,11 @@ from recipes.common.train.offload import check_offload
 from recipes.common.train.optimizer import LearningRate, decaying, hidden_matrices, make_optimizer
 from recipes.common.train.step import TrainStep
 from zoo.parallel.pipeline import microbatches, rounds, ticks
+
+LEARNED_POSITIONS = (
+    "note: learned positions count from a row's start, so a row's second document continues those of the "
+    "first; --pack=false, or a document a row, trains what other programs train."
+)
 
 
 def main(
@@ -68,7 +73,10 @@ def main(
 
     # ---- Data: batch k is a pure function of (seed, k), on any mesh and number of processes ------
     corpus = text.load(tokenizer, run.seed)
-    print0(*corpus.notes, *kernel.report(layout, text.seq_len, "segment_ids" in corpus.filler))
+    is_packed = "segment_ids" in corpus.filler
+    if is_packed and layout.shape.max_positions is not None:
+        print0(LEARNED_POSITIONS)
+    print0(*corpus.notes, *kernel.report(layout, text.seq_len, is_packed))
     print0(
         *kernel.experts(layout),
         *kernel.matmul(layout),
@@ -104,7 +112,10 @@ def main(
             f"No sample: {layout.stages} stages of layers can't generate; --sample_rules=fsdp, for example, can."
         )
     elif sample and sample.sample_bytes:
-        written = sample.write(model, layout, state, tokenizer, context=text.seq_len, seed=run.seed)
+        written = sample.write(
+            model, layout, state, tokenizer, context=text.seq_len, seed=run.seed,
+            held_out=prompt_of_row(corpus.held_out[0]),
+        )  # fmt: skip
         print0(*written.lines)
         if folder.in_use and folder.last_good():
             sample.save(folder.path / "sample.json", state, written)

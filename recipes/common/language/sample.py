@@ -15,6 +15,19 @@ from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.move import move
 from recipes.common.storage import folders
 
+ASKED = 400  # characters of a held-out prompt that are printed, its last ones
+
+
+def prompt_of_row(row: dict[str, np.ndarray]) -> np.ndarray | None:
+    """The tokens of a row before the first that is learned; None if it learns from the start.
+
+    Rows of chats learn only answers.
+    """
+    learned = np.flatnonzero(row["targets"] >= 0)
+    if not len(learned) or not learned[0]:
+        return None
+    return np.asarray(row["tokens"][: learned[0] + 1], np.int32)
+
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
@@ -68,26 +81,31 @@ class Sample:
         *,
         context: int,
         seed: int,
+        held_out: np.ndarray | None = None,
     ) -> "Written":
         """Continues the prompt.
 
         Args:
+          held_out: tokens of a held-out row to answer if there is no prompt; None: there is none.
           context: tokens that a position attends to, as in training.
         """
         target = self.layout(model, layout, context)
         variables = move(state, layout, target) if self.sample_rules else state
         sampling = Sampling(self.temperature, seed=seed)
         generator = Generator(target, variables, sampling, tokenizer.end, tokenizer.vocabulary)
-        prompt = self.begin(tokenizer)
+        asks = held_out is not None and not self.prompt and not self.chat
+        prompt = held_out if asks else self.begin(tokenizer)
         tokens = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
-        begin = [] if self.chat else prompt  # a chat shows only the answer
-        return Written(tokenizer.decode([*begin, *tokens]), tokens[-1] in tokenizer.end)
+        begin = [] if self.chat or asks else prompt  # a chat shows only the answer
+        text = tokenizer.decode([*begin, *tokens])
+        asked = tokenizer.decode(prompt) if asks else ""
+        return Written(text, tokens[-1] in tokenizer.end, asked)
 
     def save(self, path: pathlib.Path, state: Tree, written: "Written") -> None:
         """Writes a sample to a file, for the model's card; I/O errors become warnings."""
         if not is_first():
             return
-        facts = {"step": int(state["step"]), "prompt": self.prompt}
+        facts = {"step": int(state["step"]), "prompt": self.prompt or written.asked}
         facts |= {"temperature": self.temperature, "text": written.text}
         try:
             folders.write(path, (json.dumps(facts, indent=1) + "\n").encode())
@@ -101,8 +119,11 @@ class Written:
 
     text: str
     ended: bool  # by the model
+    asked: str = ""  # a held-out row's prompt, in place of one of the user's
 
     @property
     def lines(self) -> list[str]:
         """Lines to print."""
-        return ["Sample, ended by the model:" if self.ended else "Sample:", *quote(self.text)]
+        asked = ["Asked, of what is held out:", *quote(self.asked[-ASKED:])] if self.asked else []
+        title = "Sample, ended by the model:" if self.ended else "Sample:"
+        return [*asked, title, *quote(self.text)]
