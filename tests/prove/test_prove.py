@@ -628,6 +628,7 @@ def test_float64_tells_rounding_from_error(copied, monkeypatch):
 
 FILE = """
 import numpy as np
+from flax import nnx
 from model import *
 
 TYPO = {"batch": "data", "hiden": "model"}
@@ -661,6 +662,10 @@ class Plain:
     def __init__(self, *, rngs):
         pass
 
+class Empty(nnx.Module):
+    def __init__(self, *, rngs):
+        pass
+
 class Broken(Mixer):
     def __init__(self, *, rngs):
         raise ValueError("no width")
@@ -672,6 +677,11 @@ MISTAKES = {
     "--model=model.py": "is not FILE.py:NAME",
     "--model=none.py:Mixer": "there is no file none.py",
     "--model=model.py:mixer": "model.py has no 'mixer'; it has Mixer",
+    "--model=model.py:Nope": "model.py has no 'Nope'; it has ",
+    "--model=file.py:Empty --rules=model.py:RULES": "Empty has no variables, so there is nothing to train",
+    "--model=model.py:Mixer --dtype=bfloat16 --x64": "--x64 with float64; leave one of them out",
+    "--model=model.py:Mixer --batch_size=4": "--batch_size=4 is for --dtype, and there is none",
+    "--model=model.py:Mixer --seq_len=4": "--seq_len=4 is for --dtype, and there is none",
     "--model=model.py:Mixer --auto": "has no method loss",
     "--model=model.py:Mixer --config=tiny": "has no class Config",
     MODEL: "only a batch of tokens and targets can be made",

@@ -92,7 +92,7 @@ SET_ROWS = [
     (["--set=qk_norm=maybe"], "qk_norm=maybe is not true or false; use a different value"),
     (["--set=sliding_window=wide"], "sliding_window=wide is not a whole number, or none; use a different value"),
     (["--set=vocab_size=256"], "vocab_size=256 is less than the 257 tokens of the tokenizer; use --set=vocab_size=257, or leave it out"),
-    (["--set=layer_kinds=[[3]]"], "use other flags of the model"),
+    (["--set=layer_kinds=[[3]]"], "layer_kinds=[[3]] is not a list of [window, rope_theta] or [window,"),
     (["--set=attention=splash"], "--set=attention=splash doesn't support cpu devices; use --set=attention=auto"),
     (["--set=attention=cudnn"], "--set=attention=cudnn doesn't support cpu devices; use --set=attention=auto"),
     (["--set=attention=fast"], "attention='fast' is not one of auto, "),
