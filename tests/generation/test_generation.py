@@ -20,6 +20,7 @@ from data import tokenizer
 from recipes.common import checkpoint, hf
 from recipes.common.checkpoint import integrity
 from recipes.common.generation import Generator, Sampling
+from recipes.common.language.sample import prompt_of_row
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
@@ -437,6 +438,15 @@ def test_tools_of_a_row_are_shown_to_the_model():
     for row in ({"messages": messages}, {"prompt": "Hi"}):
         asked = question(row | {"tools": [{"name": "weather "}]}, True, tokens)
         assert tokens.decode(asked.tokens) == "weather Hi"
+
+
+def test_a_sample_asks_what_a_held_out_row_asks():
+    """Chats learn answers alone; a text is learned from its start, and has no prompt."""
+    tokens = np.arange(10, 18)
+    chat = {"tokens": tokens, "targets": np.array([-1, -1, 13, 14, -1, 16, -1, -1])}
+    assert prompt_of_row(chat).tolist() == [10, 11, 12]
+    assert prompt_of_row(chat | {"targets": tokens + 1}) is None
+    assert prompt_of_row(chat | {"targets": np.full(8, -1)}) is None
 
 
 PAIRS = [("The capital is", " Paris 🦊"), ("def f():\n", "    return x"), ("🦊", " a"), ("", "a b")]

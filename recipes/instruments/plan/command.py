@@ -115,7 +115,7 @@ def main(flags: Flags) -> None:
     change = None if plan.best else cheapest_change(plan)
     say = (lambda *_: None) if flags.json else print0
     long = assumed + contexts.beyond(flags.entry, flags.size, job.seq_len)
-    if job.seq_len != (asked or SHORT):
+    if job.seq_len and job.seq_len != (asked or SHORT):
         long.append(f"Rows have {job.seq_len:,} tokens; --seq_len=… plans others.")
     ranked = answer.distinct(plan.ranked)[: flags.top]
     say(*answer.table(ranked), "", *long, *answer.notes(plan), "")
