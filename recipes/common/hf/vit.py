@@ -156,15 +156,12 @@ def inputs(
       processor: the architecture's own, for files that name none.
       may_crop: whether the entry's pictures may be cut to a square, the field center_crop.
     """
-    file, keys = _processor_keys(folder)
-    if keys is None:
+    file, stored = _processor_keys(folder)
+    if stored is None:
         return {}
     # null is absent, but for switches, which it turns off.
-    keys = {
-        k: bool(v) if k.startswith("do_") else v
-        for k, v in keys.items()
-        if v is not None or k.startswith("do_")
-    }
+    keys: dict[str, Any] = {key: value for key, value in stored.items() if value is not None}
+    keys |= {key: bool(value) for key, value in stored.items() if key.startswith("do_")}
     theirs = ConfigFile(keys, file, entry)
     named = keys.get("image_processor_type", keys.get("feature_extractor_type"))
     if named is not None:
@@ -192,11 +189,9 @@ def inputs(
     statistics = {}
     of_class = {"image_mean": processor.mean, "image_std": processor.std}
     for key, unnormalized in (("image_mean", 0.0), ("image_std", 1.0)):
-        normalizes = keys.get("do_normalize", True)
-        value = keys.get(key, [*of_class[key]]) if normalizes else unnormalized
+        usual = of_class[key][0] if len({*of_class[key]}) == 1 else [*of_class[key]]
+        value = keys.get(key, usual) if keys.get("do_normalize", True) else unnormalized
         values = [value] * sizes["channels"] if isinstance(value, (int, float)) else value
-        if key not in keys and len({*values}) == 1:  # of as many channels as the model has
-            values = values[:1] * sizes["channels"]
         if not isinstance(values, list) or len(values) != sizes["channels"]:
             raise theirs.refused(key, value)
         # Theirs are for pixel · factor, ours for pixel / 255.

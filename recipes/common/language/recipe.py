@@ -24,7 +24,7 @@ from zoo.parallel.pipeline import microbatches, rounds, ticks
 
 LEARNED_POSITIONS = (
     "note: learned positions count from a row's start, so a row's second document continues those of the "
-    "first; --pack=false, or a document a row, trains what other programs train."
+    "first. A program that numbers each document's from 0 trains others."
 )
 
 

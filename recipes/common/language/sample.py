@@ -93,8 +93,9 @@ class Sample:
         variables = move(state, layout, target) if self.sample_rules else state
         sampling = Sampling(self.temperature, seed=seed)
         generator = Generator(target, variables, sampling, tokenizer.end, tokenizer.vocabulary)
-        asks = held_out is not None and not self.prompt and not self.chat
-        prompt = held_out if asks else self.begin(tokenizer)
+        own = self.begin(tokenizer)
+        prompt = own if held_out is None or self.prompt or self.chat else held_out
+        asks = prompt is not own
         tokens = [int(token) for (token,) in generator([prompt], self.sample_bytes)]
         begin = [] if self.chat or asks else prompt  # a chat shows only the answer
         text = tokenizer.decode([*begin, *tokens])
