@@ -144,6 +144,7 @@ def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
     Raises DataError if there is no such model, or the Hub can't be reached and the cache lacks it.
     """
     import huggingface_hub  # takes a third of a second
+    from huggingface_hub import constants, errors
 
     answer = _ask(name, "model", what)
     unreachable = answer if isinstance(answer, DataError) else None
@@ -153,6 +154,11 @@ def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
         )
         return pathlib.Path(folder)
     except Exception as error:  # the client's exceptions have no common base
+        if constants.HF_HUB_OFFLINE and isinstance(error, errors.LocalEntryNotFoundError):
+            raise DataError(
+                f"{what} is no local folder, and HF_HUB_OFFLINE forbids to ask the Hub for a model of this "
+                "name; fix the path, or download it first"
+            ) from None
         raise unreachable or DataError(
             f"{what} can't be downloaded from the Hub ({reason(error)}); use a local folder, or "
             "ORG/NAME of a model that you can download"

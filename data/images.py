@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 
 from data import DataError, buckets, hub
 from data.batches import Dataset, Rows
@@ -377,8 +378,10 @@ def channels_of(picture: PIL.Image.Image) -> int:
 
 
 def resized(picture: PIL.Image.Image, form: Form) -> np.ndarray:
-    """The pixels of a picture, resized: uint8 [size, size, channels]."""
+    """The pixels of a picture, upright and resized: uint8 [size, size, channels]."""
     size = form.size
+    # A phone stores how it was held; `datasets` has turned the pictures of hf: datasets already.
+    picture = PIL.ImageOps.exif_transpose(picture)
     if picture.mode.startswith("I"):  # 16 bits
         picture = PIL.Image.fromarray((np.asarray(picture) // 257).clip(0, 255).astype(np.uint8))
     if "transparency" in picture.info:

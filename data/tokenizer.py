@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import DataError, added_tokens, buckets, chat, hub
+from data import DataError, added_tokens, buckets, chat, hub, old_tokenizers
 
 MAIN = "tokenizer.json"
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -33,10 +33,8 @@ TEMPLATE = "chat_template.jinja"
 SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
 FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL, ADDED)  # files that a model folder may have
 MODEL = "config.json"  # the model's own; kept only where no other file names the end-of-text token
-PAIRS = ("vocab.json", "merges.txt")  # byte-level BPE in old repositories, which lack MAIN
 # Unsupported formats: sentencepiece's and tiktoken's.
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
-GPT2_END = "<|endoftext|>"  # ends a document in byte-level vocabularies; old files don't mark it
 # The characters that stand for bytes in byte-level vocabularies (GPT-2): printable ones for themselves.
 PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -399,7 +397,7 @@ def find(name: str) -> Tokenizer:
         elif name and path.is_dir():
             files = read(path)
         elif re.fullmatch(hub.MODEL_NAME, name):
-            files = read(hub.snapshot(name, [*FILES, *PIECES, MODEL], what))
+            files = read(hub.snapshot(name, [*FILES, *PIECES, *old_tokenizers.FILES, MODEL], what))
         elif name in TRAIN:
             raise DataError(
                 f"{what}: runs train no tokenizer; five lines with the library tokenizers do ({GUIDE}), "
@@ -422,9 +420,11 @@ def read(folder: pathlib.Path) -> dict[str, bytes]:
 
     Raises DataError if the folder has it only in one of PIECES.
     """
-    if all((folder / name).is_file() for name in PAIRS) and not (folder / MAIN).is_file():
-        files = {MAIN: _from_pairs(folder)}
-    elif not (folder / MAIN).is_file():
+    files: dict[str, bytes] = {}
+    made = None
+    if not (folder / MAIN).is_file():
+        made = old_tokenizers.read(folder)
+    if not made and not (folder / MAIN).is_file():
         for name in PIECES:
             if (folder / name).exists():
                 raise DataError(
@@ -432,32 +432,13 @@ def read(folder: pathlib.Path) -> dict[str, bytes]:
                     f"its {MAIN} (transformers' save_pretrained writes one)"
                 )
         return {}
-    else:
-        files = {}
     files |= {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    if made:
+        files[MAIN], settings = made
+        files |= {CONFIG: json.dumps(settings, indent=2).encode()} if settings else {}
     if _end(files, folder) is None and (folder / MODEL).is_file():
         files[MODEL] = (folder / MODEL).read_bytes()
     return files
-
-
-def _from_pairs(folder: pathlib.Path) -> bytes:
-    """A tokenizer.json made from a byte-level BPE's vocab.json and merges.txt, as GPT-2 has."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    vocabulary, merges = (str(folder / name) for name in PAIRS)
-    try:
-        library = Tokenizer(models.BPE.from_file(vocabulary, merges))
-    except Exception as error:  # the library's exceptions have no common base
-        raise DataError(
-            f"{folder} has a {PAIRS[0]} and {PAIRS[1]} that can't be read ({buckets.reason(error)}); "
-            "fetch them again"
-        ) from None
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.post_processor = processors.ByteLevel(trim_offsets=False)
-    library.decoder = decoders.ByteLevel()
-    if library.token_to_id(GPT2_END) is not None:
-        library.add_special_tokens([AddedToken(GPT2_END, special=True)])
-    return library.to_str().encode()
 
 
 def from_files(files: dict[str, bytes], name: str = "") -> Tokenizer:

@@ -17,7 +17,7 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, language
 from recipes.common.checkpoint import open_run
-from recipes.common.flags.config_flags import check_set, describe_set
+from recipes.common.flags.config_flags import check_set, describe_set, read_set
 from recipes.common.language import DECODER, Text, Training
 from recipes.common.report import flops, kernel
 from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
@@ -51,7 +51,7 @@ class EncoderText(Text):
         "empty: as the checkpoint, or fill.", "data", choices=["", *TASKS],
     )  # fmt: skip
     mask_rate: float = flag(
-        0.15, "Share of the tokens to fill in.", "data", at_least=0.0, at_most=1.0
+        0.15, "Share of the tokens to fill in.", "data", at_least=0.01, at_most=1.0
     )
     pair_column: str = flag(
         "", "Column of a row's second text, to classify two texts; empty: text_pair, hypothesis, sentence2 and "
@@ -63,7 +63,9 @@ class EncoderText(Text):
     negative_column: str = flag(
         "negative", "Column of texts that mean something else, if rows have one.", "data"
     )
-    scale: float = flag(20.0, "Factor of cosines, to embed: 1 / temperature.", "data", at_least=0.0)
+    scale: float = flag(
+        20.0, "Factor of cosines, to embed: 1 / temperature.", "data", at_least=0.01
+    )
     pairs: str = flag(
         "gather", "How texts to embed meet those of other devices; local: not at all, another loss.",
         "data", choices=EXCHANGES,
@@ -88,6 +90,13 @@ class EncoderText(Text):
         return similar.load(self.dataset, *columns, *of_both, self.negative_column)
 
 
+OF_TASKS = {  # flag → the tasks that it is for; all others are for every task
+    "mask_rate": ("fill",), "pack": ("fill",), "text_column": ("fill", "classify"),
+    "pair_column": ("classify",), "label_column": ("classify",), "anchor_column": ("embed",), "positive_column": ("embed",),
+    "negative_column": ("embed",), "scale": ("embed",), "pairs": ("embed",),
+}  # fmt: skip
+
+
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
 MODEL = language.model_flags(Config, DECODER, SIZES, Config.REMAT)
 NEW = (Run(steps=600, batch_size=16, learning_rate=4e-3), EncoderText(), MODEL, Training())
@@ -96,6 +105,8 @@ WHOLE = (Run(steps=300, batch_size=32, learning_rate=2e-3), *NEW[1:])  # to clas
 
 def main(run: Run, text: EncoderText, flags: Any, training: Training) -> PlannedStep | None:
     task = task_of(text.task, run)
+    read_set(Config, flags.set, ("task",))  # raises: the task has a flag
+    check_used(task, text)
     if task == "fill":  # like a language model: recipes/common/language/recipe.py
         text = dataclasses.replace(text, task="")
         return language.main("bert", run, text, flags, training, extra=count_right)
@@ -116,7 +127,7 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> Planned
             "--pairs=local compares a device's own texts alone, and negatives are compared with all of the "
             "batch; use --pairs=gather"
         )
-    check_set(flags, {"task", *texts.config})
+    check_set(flags, texts.config)
     config = dataclasses.replace(config, **texts.config)
 
     # ---- Model and mesh: checked together before anything is allocated or written ----------------
@@ -170,6 +181,17 @@ def main(run: Run, text: EncoderText, flags: Any, training: Training) -> Planned
             *few(count, "pairs"),
         )
     finish(folder, layout, log)
+
+
+def check_used(task: str, text: EncoderText) -> None:
+    """Raises UserError for a flag of another task, which would have no effect."""
+    for name, tasks in OF_TASKS.items():
+        value = getattr(text, name)
+        if task not in tasks and value != EncoderText.__dataclass_fields__[name].default:
+            raise UserError(
+                f"--{name}={value} is for --task={' and '.join(tasks)}, and this run's task is {task}; "
+                "leave it out"
+            )
 
 
 def defaults(run: Run, text: EncoderText, *groups: Any) -> tuple:

@@ -20,6 +20,7 @@ from data import DataError, hub, sources, whole_texts
 from data.whole_texts import Texts
 from recipes.common import checkpoint
 from recipes.common.flags.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common.hf.sentence_transformers import Sentences
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0
 from recipes.common.runtime.processes import is_first
@@ -30,7 +31,6 @@ from recipes.common.train.feed import to_devices
 
 KINDS = (".npy", ".parquet")  # of --out
 SECONDS = 10  # between lines of progress
-LONGEST = 512  # tokens of a text, unless --seq_len says otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,15 @@ class Embed(Settings):
     tokenizer: str = flag(
         "", "Tokenizer, if the model has none of its own: bytes, a tokenizer.json, ORG/NAME."
     )
+    prompt: str = flag(
+        "",
+        "Name of one of the model's prompts, which precedes each text; empty: its default, if any.",
+    )
     seq_len: int = flag(
-        0, f"Most tokens of a text; 0: the model's context, at most {LONGEST}.", at_least=0
+        0,
+        f"Most tokens of a text; 0: as the model's folder says, or its context, at most "
+        f"{checkpoint.LONGEST}.",
+        at_least=0,
     )
     batch_size: int = flag(
         64, "Texts at a time, over all devices; rounded up to suit the mesh.", at_least=1
@@ -67,9 +74,10 @@ def main(devices: Devices, flags: Embed) -> None:
     compute = {"dtype": dtype} | read_set(type(config), flags.set, ("dtype",))
     if config.task == "fill":  # without a vector of its own
         compute = {"pooling": "mean"} | compute
-    most = flags.seq_len or min(checkpoint.context(source), LONGEST)
+    sentences = checkpoint.sentences(source)
+    most, prompt = flags.seq_len or sentences.max_seq_length, prompt_of(flags, sentences)
     strings = read(flags)
-    texts = whole_texts.encode(strings, tokenizer, most)
+    texts = whole_texts.encode([prompt + text for text in strings], tokenizer, most)
     layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=most, **compute)
     if layout.seq_shards == 1:  # rows need be no longer than the longest text
         texts.length = min(-(-texts.longest // 8) * 8, most)
@@ -78,20 +86,25 @@ def main(devices: Devices, flags: Embed) -> None:
 
     # ---- Read the model, each shard onto its own device ------------------------------------------
     print0(report.headline(layout), *describe_set(flags), *texts.notes())
+    if sentences.prompts:
+        named = ", ".join(f"{name} {text!r}" for name, text in sentences.prompts.items())
+        print0(f"prompts: {named}; {repr(prompt) if prompt else 'none'} precedes each text")
     variables = checkpoint.restore_variables(source, layout, dtype)
     print0(*report.uneven(layout, variables))
 
     # ---- One program for all batches; every device has whole rows of vectors ---------------------
     rows = -(-min(flags.batch_size, len(texts)) // layout.batch_shards) * layout.batch_shards
     layout = dataclasses.replace(layout, batch_size=rows)
-    vectors, begun = np.zeros((len(texts), layout.config.embed), np.float32), time.perf_counter()
+    width = min(sentences.truncate_dim or layout.config.embed, layout.config.embed)
+    vectors, begun = np.zeros((len(texts), width), np.float32), time.perf_counter()
     for first, part in embedded(layout, variables, texts):
-        vectors[first : first + len(part)] = part
+        vectors[first : first + len(part)] = part[:, :width]
     took = time.perf_counter() - begun
     if is_first():
         with folders.write_errors(flags.out):
             write(out, strings, vectors)
     way = f"{layout.config.pooling}{', of length 1' if layout.config.normalize else ''}"
+    way += f", the first of {layout.config.embed}" if width < layout.config.embed else ""
     print0(
         f"{len(texts):,} vectors of {vectors.shape[1]} numbers ({way}) in {took:.1f} s: {flags.out}"
     )
@@ -133,6 +146,22 @@ def read(flags: Embed) -> list[str]:
     texts = whole_texts.column(rows, flags.text_column, "text_column")
     print0(*whole_texts.unused([rows], [flags.text_column]))
     return texts
+
+
+def prompt_of(flags: Embed, sentences: Sentences) -> str:
+    """What precedes each text. Raises UserError if the model has no such prompt."""
+    if flags.prompt and flags.prompt not in sentences.prompts:
+        raise UserError(
+            f"--prompt={flags.prompt} is not one of the model's prompts, "
+            f"{', '.join(sentences.prompts) or 'of which it has none'}; use one of them, or leave it out"
+        )
+    prompt = sentences.prompts.get(flags.prompt or sentences.default_prompt_name or "", "")
+    if prompt and not sentences.include_prompt:
+        raise UserError(
+            f"the model's pooling leaves out the tokens of a prompt ({prompt!r}, include_prompt false), "
+            "which zoo/bert.py does not implement; use a different model, or no --prompt"
+        )
+    return prompt
 
 
 def write(out: pathlib.Path, texts: list[str], vectors: np.ndarray) -> None:

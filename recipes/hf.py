@@ -13,6 +13,7 @@ Adapters (LoRA), also PEFT's, are merged with their base; --adapter exports them
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from data.tokenizer import FILES
 from recipes.common import checkpoint, entries, hf
 from recipes.common.checkpoint import card
+from recipes.common.hf.sentence_transformers import MODULES
 from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import flag
@@ -126,14 +128,22 @@ def export(flags: Export) -> None:
             loads = f'PEFT loads it:\n  PeftModel.from_pretrained(model, "{name}")'
         else:
             context = checkpoint.context(source)
-            hf.write(target, entry, layout.config, context, read, tokens, readme, architecture)
-            kind = (
-                FOR_TASK[layout.config.task] if entry == "bert" else FOR.get(entry, "ForCausalLM")
-            )
-            loads = f'transformers loads it:\n  AutoModel{kind}.from_pretrained("{name}")'
+            sentences = checkpoint.sentences(source) if entry == "bert" else None
+            hf.write(
+                target, entry, layout.config, context, read, tokens, readme, architecture, sentences
+            )  # fmt: skip
+            loads = f'transformers loads it:\n  {loader(entry, layout.config)}("{name}")'
+            if (target / MODULES).exists():
+                loads = f'sentence-transformers loads it:\n  SentenceTransformer("{name}")'
         if picture:
             (target / card.PICTURE).write_bytes(picture)
     print0(f"Exported {parameters(layout)} to {name}; {loads}")
+
+
+def loader(entry: str, config: Any) -> str:
+    """The function of `transformers` that loads an export."""
+    kind = FOR_TASK[config.task] if entry == "bert" else FOR.get(entry, "ForCausalLM")
+    return f"AutoModel{kind}.from_pretrained"
 
 
 def reads_images(entry: str) -> bool:

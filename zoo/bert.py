@@ -78,6 +78,10 @@ class Config(ComputeOptions):
     def __post_init__(self):
         if self.embed % self.num_heads:
             raise ValueError(f"embed={self.embed} is not divisible by num_heads={self.num_heads}")
+        if self.num_layers <= self.dense_layers:
+            raise ValueError(
+                f"num_layers={self.num_layers} must be ≥ 2 if modern: the first differs"
+            )
         super().__post_init__()
 
     @property

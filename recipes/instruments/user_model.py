@@ -4,6 +4,7 @@ A user's file is named as "file.py:name". It is imported as the module that the 
 of its path, so its own imports work.
 """
 
+import ast
 import dataclasses
 import difflib
 import importlib
@@ -25,7 +26,7 @@ from jax.dtypes import canonicalize_dtype
 
 from recipes.common.runtime import UserError, flag
 from recipes.common.sharding import AbstractModel, abstract_model
-from recipes.common.sharding.abstract import UNNAMED, declared_names
+from recipes.common.sharding.abstract import AXES, UNNAMED, declared_names
 from recipes.common.sharding.rules import Rules
 from recipes.common.train.feed import check_ids
 from zoo.core.sharding import check_names, optimizer_axis
@@ -100,10 +101,23 @@ def load(named: str, flag: str) -> Any:
         raise UserError(f"{flag}={named}: there is no file {file}; fix the path")
     module = import_file(path, f"{flag}={named}")
     if name not in vars(module):
-        names = [key for key in vars(module) if not key.startswith("_")]
-        near = [key for key in names if key.lower() == name.lower()] or names
-        raise UserError(f"{flag}={named}: {file} has no {name!r}; it has {', '.join(near[:8])}")
+        names = defined_in(path) or [key for key in vars(module) if not key.startswith("_")]
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.8) or names
+        raise UserError(f"{flag}={named}: {file} has no {name!r}; it has {', '.join(near)}")
     return vars(module)[name]
+
+
+def defined_in(path: pathlib.Path) -> list[str]:
+    """The public names that a file defines itself, in order: imports are others'."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.ClassDef() | ast.FunctionDef():
+                names.append(node.name)
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
 
 
 def load_function(named: str, flag: str) -> Callable:
@@ -221,6 +235,10 @@ def make_user_model(
         raise UserError(
             f"the model can't be built ({reason(error)}); fix it or its config"
         ) from error
+    if not any(isinstance(x, nnx.Variable) for _, x in nnx.iter_graph(model)):
+        raise UserError(
+            f"{type(model).__name__} has no variables, so there is nothing to train; give it an nnx.Param"
+        )
     if loss is None and "loss" not in dir(model):
         raise UserError(f"{type(model).__name__} has no method loss; use --loss=FILE.py:FUNCTION")
     compute_loss = loss or (lambda model, **batch: model.loss(**batch))
@@ -270,7 +288,8 @@ def _with_names(build: Callable[[], nnx.Module]) -> Callable[[], nnx.Module]:
             if isinstance(variable, nnx.Variable):
                 unnamed = (None,) * len(jnp.shape(variable.get_value()))
                 axes = variable.get_metadata().get("out_sharding") or unnamed
-                variable.set_metadata(out_sharding=tuple(axis or UNNAMED for axis in axes))
+                # Not in out_sharding: the model's own nnx.scan takes names off that it has put on.
+                variable.set_metadata(**{AXES: tuple(axis or UNNAMED for axis in axes)})
         return model
 
     return build_named

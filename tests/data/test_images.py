@@ -291,3 +291,20 @@ def test_bad_rows(rows, message, tmp_path):
 def test_no_such_folder():
     with pytest.raises(DataError, match="--dataset=no/such is not a folder; use digits, a folder"):
         images.load("no/such")
+
+
+def test_a_picture_of_a_phone_stands_upright(tmp_path):
+    """As `datasets` and transformers' load_image turn it: its EXIF says how the phone was held."""
+    pixels = np.zeros((8, 4, 3), np.uint8)
+    pixels[:4] = 255  # the upper half is white
+    exif = PIL.Image.Exif()
+    exif[PIL.Image.ExifTags.Base.Orientation] = 6  # to be turned by 90° clockwise
+    sideways = PIL.Image.fromarray(np.rot90(pixels))
+    sideways.save(tmp_path / "phone.png", exif=exif)
+    form = images.Form(8, 3, "nearest")
+    with (tmp_path / "phone.png").open("rb") as file:
+        found = images.decode(file, form, "phone", "phone.png")
+    wanted = images.resized(PIL.Image.fromarray(pixels), form)
+    np.testing.assert_array_equal(found, wanted)
+    assert found[0].all()
+    assert not found[-1].any()

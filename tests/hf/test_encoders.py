@@ -1,5 +1,6 @@
 """Text encoders without a head or with a classifier, and folders of sentence-transformers."""
 
+import dataclasses
 import json
 import shutil
 
@@ -13,11 +14,13 @@ import recipes.hf
 from data.tokenizer import BYTES
 from recipes.bert import NEW
 from recipes.common import checkpoint, hf
+from recipes.common.hf.folder import shapes_of
 from recipes.common.language.recipe import model_config
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding import paths
 from tests.conftest import full_except
+from tests.support import folder_keys
 from tests.support.encoder_cases import CASES, GOLDENS, MESHES, OUTPUTS, largest_error, ours
 from tests.support.golden_folders import GOLDEN
 from tests.support.hf_families import TOLERANCE
@@ -154,7 +157,7 @@ def test_other_modules_are_refused(tmp_path):
     [
         ("bert", "AutoModelForMaskedLM"),
         ("xlmr_classes", "AutoModelForSequenceClassification"),
-        ("bert_mean", "AutoModel"),
+        ("xlmr_pooler", "AutoModel"),
     ],
 )
 def test_an_export_says_which_class_loads_it(name, loader, tmp_path, capsys):
@@ -170,3 +173,138 @@ def test_modules_beside_a_model_with_a_head_are_left_out_with_a_line(tmp_path, c
         config = hf.Folder(folder).config
         said = capsys.readouterr().out
         assert ("Left out modules.json, which makes vectors" in said) == (config.task != "embed")
+
+
+def change(folder, file="config.json", **keys):
+    """Changes keys of a JSON file; ... removes one."""
+    path = folder / file
+    both = (json.loads(path.read_text()) if path.exists() else {}) | keys
+    path.write_text(json.dumps({key: value for key, value in both.items() if value is not ...}))
+
+
+@pytest.mark.parametrize("name", ["bert_mean", "modernbert_mean"])
+def test_a_head_that_the_weights_lack_is_no_head(name, tmp_path, capsys):
+    """Many embedding folders have the config.json of the model that they were made from."""
+    folder = shutil.copytree(GOLDEN / name, tmp_path / name)
+    wanted = hf.Folder(folder).config
+    change(folder, architectures=[CASES[name].name.replace("Model", "ForMaskedLM")])
+    assert hf.Folder(folder).config == wanted
+    assert f"Read as {CASES[name].name}" in capsys.readouterr().out
+    (folder / "modules.json").unlink()
+    with pytest.raises(UserError, match=rf'set architectures to \["{CASES[name].name}"\]'):
+        hf.Folder(folder)
+
+
+def test_an_export_keeps_what_sentence_transformers_reads(tmp_path, capsys):
+    folder, back = tmp_path / "st", tmp_path / "back"
+    folder_keys.sentence_transformer(folder)
+    settings = {"default_prompt_name": "query", "similarity_fn_name": "dot", "truncate_dim": 7}
+    change(folder, "config_sentence_transformers.json", **settings)
+    change(folder, "sentence_bert_config.json", do_lower_case=True)
+    recipes.hf.export(recipes.hf.Export(source=f"hf:{folder}", target=str(back)))
+    assert f'  SentenceTransformer("{back}")' in capsys.readouterr().out
+    theirs, ours = hf.Folder(folder), hf.Folder(back)
+    assert ours.metadata["sentences"] == theirs.metadata["sentences"]
+    assert ours.metadata["sentences"]["max_seq_length"] == 40
+    assert ours.metadata["sentences"]["prompts"] == {"query": "ask "}
+    (lower,), (upper,) = (folder.tokenizer().encode(["abc"]) for folder in (theirs, ours))
+    np.testing.assert_array_equal(ours.tokenizer().encode(["ABC"])[0], lower)
+    np.testing.assert_array_equal(upper, lower)
+
+
+def test_a_run_keeps_the_length_and_prompts_of_its_folder(tmp_path):
+    folder_keys.sentence_transformer(folder := tmp_path / "st")
+    source = checkpoint.find(f"hf:{folder}")
+    assert checkpoint.sentences(source).max_seq_length == 40
+    change(folder, "sentence_bert_config.json", max_seq_length=...)
+    assert checkpoint.sentences(checkpoint.find(f"hf:{folder}")).max_seq_length == 48
+    change(folder, "tokenizer_config.json", model_max_length=...)
+    assert checkpoint.sentences(checkpoint.find(f"hf:{folder}")).max_seq_length == 64
+    change(folder, "sentence_bert_config.json", max_seq_length=4_096)  # more than it has positions
+    assert checkpoint.sentences(checkpoint.find(f"hf:{folder}")).max_seq_length == 64
+
+
+def test_modernbert_with_a_rotary_scaling_is_exported(tmp_path):
+    folder = shutil.copytree(GOLDEN / "modernbert", tmp_path / "scaled")
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0}
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    change(folder, rope_parameters={"full_attention": linear, "sliding_attention": plain})
+    export(f"hf:{folder}", tmp_path / "back")
+    theirs, back = hf.Folder(folder).config, hf.Folder(tmp_path / "back").config
+    assert theirs == back
+    assert [kind.rope_scaling is None for kind in back.layer_kinds[:2]] == [False, True]
+    keys = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert keys["rope_parameters"] == {"full_attention": linear, "sliding_attention": plain}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("modernbert", {"num_hidden_layers": 1, "layer_types": ...}, "num_layers=1 must be ≥ 2"),
+        (
+            "modernbert",
+            {"global_rope_theta": 0.5, "rope_parameters": ...},
+            "rope_theta=0.5 must be a finite number > 1",
+        ),
+        ("bert_classes", {"id2label": {"0": "relevant"}}, "is a regression"),
+        ("bert_classes", {"id2label": ..., "num_labels": 1}, "is a regression"),
+    ],
+)
+def test_what_a_config_can_not_be_is_one_line(name, keys, said, tmp_path):
+    folder = shutil.copytree(GOLDEN / name, tmp_path / name)
+    change(folder, **keys)
+    with pytest.raises(UserError, match=said) as caught:
+        hf.Folder(folder)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def adapter(folder, base, architecture, **extra):
+    """Writes a random adapter of a golden folder, with whole weights along; returns its config."""
+    config = dataclasses.replace(hf.Folder(GOLDEN / base).config, lora_rank=2, lora_alpha=4.0)
+    shapes, random = paths(shapes_of("bert", config)["params"]), np.random.default_rng(0)
+    factors = {
+        path: random.normal(size=leaf.shape).astype(np.float32) for path, leaf in shapes.items()
+    }
+    hf.write_adapter(
+        folder, "bert", config, str(GOLDEN / base), factors.get, None, "", architecture
+    )
+    file = folder / "adapter_model.safetensors"
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | extra, file)
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+def test_an_adapter_of_an_encoder_names_no_task(tmp_path):
+    """PEFT's class for CAUSAL_LM refuses a model that does not generate; its plain one takes all."""
+    assert adapter(tmp_path / "a", "bert", "BertForMaskedLM")["task_type"] is None
+    assert adapter(tmp_path / "b", "bert_mean", "BertModel")["task_type"] is None
+
+
+def test_tables_that_peft_saves_along_are_the_base_s_or_refused(tmp_path):
+    """save_pretrained(…, save_embedding_layers=True), which PEFT chooses by itself for new tokens."""
+    tensors = safetensors.numpy.load_file(GOLDEN / "bert" / "model.safetensors")
+    table = tensors["bert.embeddings.word_embeddings.weight"].astype(np.float32)
+    name = "base_model.model.bert.embeddings.word_embeddings.weight"
+    tied = "base_model.model.cls.predictions.decoder.weight"
+    adapter(tmp_path / "same", "bert", "BertForMaskedLM", **{name: table, tied: table})
+    adapter(tmp_path / "plain", "bert", "BertForMaskedLM")
+    base = f"hf:{GOLDEN / 'bert'}"
+    same, plain = (
+        checkpoint.find(f"hf:{tmp_path / x}", base=base).shapes() for x in ("same", "plain")
+    )
+    assert jax.tree.structure(same) == jax.tree.structure(plain)
+    adapter(
+        tmp_path / "other",
+        "bert",
+        "BertForMaskedLM",
+        **{name: table + np.eye(*table.shape, dtype=np.float32)},
+    )
+    adapter(
+        tmp_path / "longer", "bert", "BertForMaskedLM", **{tied: np.concatenate([table, table])}
+    )
+    for folder in ("other", "longer"):
+        with pytest.raises(UserError, match=r"has its own .*, which differs from its base's"):
+            checkpoint.find(f"hf:{tmp_path / folder}", base=base)

@@ -1297,8 +1297,12 @@ def test_names_that_lead_nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError) as caught:  # conftest.py keeps the client offline
         checkpoint.find("hf:no-org/no-model")
-    assert str(caught.value).startswith("no-org/no-model can't be downloaded from the Hub (")
+    assert str(caught.value).startswith("no-org/no-model is no local folder, and HF_HUB_OFFLINE ")
     assert "\n" not in str(caught.value)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match="hf:runs/x does not exist, and runs does"):
+        checkpoint.find("hf:runs/x")
 
 
 def test_a_name_of_the_hub_is_resolved_by_its_client(monkeypatch):

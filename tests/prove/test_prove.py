@@ -19,9 +19,11 @@ from flax import nnx
 
 from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
-from recipes.common.sharding import make_layout
+from recipes.common.sharding import make_layout, paths
+from recipes.common.sharding.abstract import UNNAMED
 from recipes.common.train.feed import to_devices
 from recipes.common.train.state import abstract_state
+from recipes.common.train.update import apply_gradients
 from recipes.instruments import user_model
 from recipes.instruments.prove import cases
 from recipes.instruments.prove import run as prove_run
@@ -633,6 +635,7 @@ def test_float64_tells_rounding_from_error(copied, monkeypatch):
 
 FILE = """
 import numpy as np
+from flax import nnx
 from model import *
 
 TYPO = {"batch": "data", "hiden": "model"}
@@ -666,6 +669,10 @@ class Plain:
     def __init__(self, *, rngs):
         pass
 
+class Empty(nnx.Module):
+    def __init__(self, *, rngs):
+        pass
+
 class Broken(Mixer):
     def __init__(self, *, rngs):
         raise ValueError("no width")
@@ -677,6 +684,11 @@ MISTAKES = {
     "--model=model.py": "is not FILE.py:NAME",
     "--model=none.py:Mixer": "there is no file none.py",
     "--model=model.py:mixer": "model.py has no 'mixer'; it has Mixer",
+    "--model=model.py:Nope": "model.py has no 'Nope'; it has ",
+    "--model=file.py:Empty --rules=model.py:RULES": "Empty has no variables, so there is nothing to train",
+    "--model=model.py:Mixer --dtype=bfloat16 --x64": "--x64 with float64; leave one of them out",
+    "--model=model.py:Mixer --batch_size=4": "--batch_size=4 is for --dtype, and there is none",
+    "--model=model.py:Mixer --seq_len=4": "--seq_len=4 is for --dtype, and there is none",
     "--model=model.py:Mixer --auto": "has no method loss",
     "--model=model.py:Mixer --config=tiny": "has no class Config",
     MODEL: "only a batch of tokens and targets can be made",
@@ -799,3 +811,82 @@ def test_a_model_computes_in_the_dtype_of_its_config_or_parameters(config):
     assert (found.what, found.terms) == ("scatter-add", 8 * 1024)
     assert precision.errors["one device"]["rows"] > 0.5
     assert len(precision.errors) == 2
+
+
+# ---- models of another make ----------------------------------------------------------------------
+
+
+class Half(nnx.Module):
+    """A layer with parameters in 16 bits."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        names = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        self.up = nnx.Linear(8, 16, param_dtype=jnp.bfloat16, kernel_init=names, rngs=rngs)
+
+    def loss(self, x, y):
+        return jnp.mean((self.up(x).astype(jnp.float32) - y) ** 2)
+
+
+class OwnStack(nnx.Module):
+    """Layers stacked by Flax's own transforms, with a bias that has no names."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        class Layer(nnx.Module):
+            def __init__(self, *, rngs: nnx.Rngs):
+                names = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+                self.linear = nnx.Linear(16, 16, kernel_init=names, rngs=rngs)
+
+        stacked = {nnx.PARTITION_NAME: "layers"}
+        make = nnx.vmap(lambda rngs: Layer(rngs=rngs), transform_metadata=stacked)
+        self.layers = make(rngs.split(3))
+
+    def loss(self, x, y):
+        run = nnx.scan(
+            lambda layer, x: jnp.tanh(layer.linear(x)),
+            in_axes=(0, nnx.Carry), out_axes=nnx.Carry,
+            transform_metadata={nnx.PARTITION_NAME: "layers"},
+        )  # fmt: skip
+        return jnp.mean((run(self.layers, x) - y) ** 2)
+
+
+OWN_RULES = {"batch": "data", "mlp": "model"}
+
+
+def rows(width: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {
+        "x": random.normal(size=(8, width)).astype(np.float32),
+        "y": np.ones((8, 16), np.float32),
+    }
+
+
+def test_a_step_keeps_the_dtypes_of_a_state():
+    subject = user_model.make_subject(lambda: Half(rngs=nnx.Rngs(0)), None, OWN_RULES, rows(8))
+    pairs, _ = layouts(subject, [make_mesh("4x2")], auto=True)
+    layout = reference_layout(pairs.values())
+    before = abstract_state(layout, prove_run.OPTIMIZER)
+    grads = jax.tree.map(lambda x: x.update(dtype=jnp.float32), before["params"])
+    assert {x.dtype for x in jax.tree.leaves(before["params"])} == {jnp.dtype(jnp.bfloat16)}
+    with layout.trace():
+        after = jax.eval_shape(
+            lambda state, grads: apply_gradients(prove_run.OPTIMIZER, layout, state, grads),
+            before, grads,
+        )  # fmt: skip
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, before)
+
+
+def test_names_that_flax_s_own_transforms_put_on_are_taken_off_again():
+    """Names of ours on unnamed dims made Flax refuse the scan."""
+    subject = user_model.make_subject(lambda: OwnStack(rngs=nnx.Rngs(0)), None, OWN_RULES, rows(16))
+    pairs, _ = layouts(subject, [make_mesh("4x2")], auto=True)
+    layout = reference_layout(pairs.values())
+    axes = {x.split("/")[-1]: names for x, names in paths(layout.model.axes["params"]).items()}
+    assert axes == {"kernel": ("layers", "embed", "mlp"), "bias": (UNNAMED, UNNAMED)}
+    prove_run.trace_loss(layout, layout.model, subject.batch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "width"), [(Half, 8), (OwnStack, 16)])
+def test_models_of_another_make_agree_on_every_mesh(model, width):
+    build, mesh = lambda: model(rngs=nnx.Rngs(0)), make_mesh("4x2")
+    assert prove(build, None, OWN_RULES, rows(width), [mesh], auto=True).holds

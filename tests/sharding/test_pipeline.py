@@ -11,6 +11,7 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from recipes.common.checkpoint import find
 from recipes.common.entries import model as model_of
@@ -21,7 +22,7 @@ from recipes.common.report.hlo import collectives
 from recipes.common.runtime import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.layout import Layout, make_layout
+from recipes.common.sharding.layout import Layout, elsewhere, make_layout
 from recipes.common.train.checks import check_stages
 from recipes.common.train.state import abstract_state, initialize
 from recipes.common.train.step import gradients
@@ -430,13 +431,33 @@ def test_the_report_says_the_bubble():
 
 def test_a_stage_boundary_that_cuts_a_period():
     config = deep("transformer", layer_kinds=((5, 1e4, None),) * 3 + ((None, 1e4, None),))
-    layout = layout_of("transformer", config, "data=2,pipe=4", "pp")
     with pytest.raises(UserError) as caught:
-        check_stages(layout, accumulate=1)
+        layout_of("transformer", config, "data=2,pipe=4", "pp")
     assert str(caught.value) == (
         "--mesh=data=2,pipe=4 gives each of 4 stages 2 layers, and a stage boundary would cut their "
         "period of 4; use pipe=2"
     )
+    fits = layout_of("transformer", config, "data=4,pipe=2", "pp")
+    assert elsewhere(fits, "pp", make_mesh("data=2,pipe=4")) is None
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "gpipe", "interleaved"])
+def test_a_model_alone_refuses_stages_that_cut_a_period(pipeline):
+    """As in a copy of the zoo, without recipes: the layers would run as other kinds."""
+    config = deep("transformer", layer_kinds=((5, 1e4, None), (None, 1e4, None)), num_layers=8)
+    config = dataclasses.replace(config, pipeline=pipeline, pipe_rounds=4)
+    stages = 2 if pipeline == "interleaved" else 8
+    rules = zoo_file("transformer").RULES["pp"]
+    mesh = jax.sharding.AbstractMesh((1, stages), ("data", "pipe"))
+    tokens_BT = jax.ShapeDtypeStruct((4, T), np.int32)
+
+    def output(tokens_BT):
+        model = model_of("transformer")(config, rngs=nnx.Rngs(0))
+        return model(tokens_BT) if pipeline == "gpipe" else model.loss(tokens_BT, tokens_BT)
+
+    with jax.sharding.use_abstract_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
+        with pytest.raises(ValueError, match="period"):
+            jax.eval_shape(output, tokens_BT)
 
 
 @pytest.mark.parametrize(
@@ -459,9 +480,12 @@ def test_a_stage_boundary_that_cuts_a_period():
     ],
 )
 def test_rounds_that_do_not_fit(changes, message):
-    layout = layout_of("transformer", deep("transformer", **changes), "data=2,pipe=4", "pp")
-    with pytest.raises(UserError) as caught:
+    def check():
+        layout = layout_of("transformer", deep("transformer", **changes), "data=2,pipe=4", "pp")
         check_stages(layout, accumulate=1)
+
+    with pytest.raises(UserError) as caught:
+        check()
     assert str(caught.value) == message
 
 

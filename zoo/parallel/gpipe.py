@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .pipeline import leaf_axes, microbatches
+from .pipeline import check_periods, leaf_axes, microbatches
 from ..core.sharding import in_use, mesh_axes
 from ..core.vocabulary import Batch
 
@@ -22,8 +22,9 @@ def run_in_stages(model, x_BTD, batch: Batch):
 
     In tick t, stage s runs microbatch t - s and hands it to the next stage; a stage that waits runs
     any input. The backward pass goes through the ticks in reverse, so what layers save is kept for
-    all microbatches.
+    all microbatches. Raises ValueError if a stage cuts a period.
     """
+    check_periods(model, rounds=1)
     pipe, rows = mesh_axes("layers"), mesh_axes("batch")
     used = in_use(model, model.axes.in_use, model.config.dtype)
     leaves, tree = jax.tree.flatten(used)

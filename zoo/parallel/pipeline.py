@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.sharding import (
     WeightAndSlot, active_rules, has_slot, in_use, mesh_axes, optimizer_axes, per_device,
+    shards,
 )  # fmt: skip
 from ..core.vocabulary import Batch, Objective
 
@@ -67,8 +68,28 @@ def routes(stages: int, rounds: int) -> list[list[tuple[int, int, int, int]]]:
     return permutations
 
 
+def check_periods(model, rounds: int) -> None:
+    """Raises ValueError if a chunk of layers is no whole number of periods.
+
+    Each chunk counts its layers from the first kind of a period, so they would run as other kinds.
+    """
+    depth = len(
+        jax.tree.leaves(model.layers)[0]
+    )  # of the stack, without first layers of another kind
+    chunks, period = rounds * shards("layers"), len(model.config.kinds)
+    if depth % (chunks * period):
+        raise ValueError(
+            f"{depth} layers in {chunks} chunks are no whole number of periods of {period} kinds of "
+            "layers; use fewer stages or rounds"
+        )
+
+
 def objective_in_stages(model, batch: Batch) -> Objective:
-    """`Decoder.objective` in stages; its forward pass also computes the gradients."""
+    """`Decoder.objective` in stages; its forward pass also computes the gradients.
+
+    Raises ValueError if a chunk cuts a period of layers.
+    """
+    check_periods(model, rounds(model.config))
     weights, tree = jax.tree.flatten(model, is_leaf=has_slot)
 
     @jax.custom_vjp

@@ -54,7 +54,7 @@ class Adapted:
         base, located = self.base.metadata, self.adapter.metadata["base"] | {"path": self.where}
         context = base.get("context") or base.get("flags", {}).get("seq_len")  # not the adapter's
         facts = {"config": config, "base": located, "context": context}
-        facts |= {"architecture": base.get("architecture")}
+        facts |= {"architecture": base.get("architecture"), "sentences": base.get("sentences")}
         return self.adapter.metadata | alpha | facts
 
     def shapes(self) -> Tree:

@@ -196,6 +196,7 @@ def load(location: Location, hash_files: bool) -> WeightSource:
             )
     if location.hf_name:  # PEFT's files don't say what their base is
         source = source.on(base.metadata, config_of(base))
+        source.check_copies(base)
     adapted = adapters.Adapted(source, base, adapters.portable_path(base, path))
     adapted.check()
     return adapted

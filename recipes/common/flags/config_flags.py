@@ -317,11 +317,30 @@ def read(config: type, name: str, text: str) -> Any:
     except (ValueError, KeyError):
         what += ", or none" if optional else ""
         raise UserError(f"{name}={text[:50]} is not {what}; use a different value") from None
+    if name == "layer_kinds":
+        _check_layer_kinds(text, value)
     checks_itself = kinds[0] is float and issubclass(config, ComputeOptions)
     is_number = kinds[0] in (int, float)
     if is_number and not checks_itself and value < (least := _least(config, name)):
         raise UserError(f"{name}={value} must be ≥ {least}; use a different value")
     return value
+
+
+def _check_layer_kinds(text: str, kinds: Any) -> None:
+    """Raises UserError unless a value of layer_kinds has the form of some AttentionTypes."""
+
+    def is_kind(kind: Any) -> bool:
+        if not isinstance(kind, tuple) or len(kind) not in (2, 3):
+            return False
+        window, theta = kind[:2]
+        is_number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
+        return (window is None or type(window) is int) and (theta is None or is_number)
+
+    if not isinstance(kinds, tuple) or not all(map(is_kind, kinds)):
+        raise UserError(
+            f"layer_kinds={text[:50]} is not a list of [window, rope_theta] or [window, rope_theta, "
+            "rope_scaling], with null for none; for example [[129, 10000], [null, 160000]]"
+        )
 
 
 def _read_number(text: str) -> float:

@@ -18,6 +18,7 @@ from recipes.common.hf.family import (
     Selection,
     Table,
     labels_json,
+    scaling_json,
 )  # fmt: skip
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
@@ -126,6 +127,7 @@ MODERN_UNUSED = {
     "tie_word_embeddings": (True,),
     "auto_map": (),
 }
+OF_HEAD = ("head/", "classifier", "unembed_bias")  # paths of its variables begin so
 CHECKED = ("problem_type", "num_labels", "id2label", "label2id")
 THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
 
@@ -141,7 +143,7 @@ def lost(config_from, config_json, config: Config) -> list[str]:
     """The fields of a Config that differ when its config.json is read again."""
     try:
         read = config_from(config_json(config, 1), pathlib.Path("config.json"))
-    except UserError:
+    except ValueError:  # a UserError, or the Config's
         return ["its layers"]
     names = config.__dataclass_fields__.keys() - ComputeOptions.__dataclass_fields__.keys()
     if config.task == "embed":
@@ -264,6 +266,11 @@ def of_task(task: str, file: ConfigFile, own_pooling: str) -> dict[str, Any]:
     if task == "fill":
         return {}
     labels = {"labels": file.labels()} if task == "classify" else {}
+    if len(labels.get("labels", ())) == 1 and file.keys.get("problem_type") is None:
+        raise UserError(  # as transformers reads it
+            f"{file.path} has one label and no problem_type, which is a regression (a reranker, for "
+            "example), and zoo/bert.py classifies; use a model with two or more labels"
+        )
     pooling = sentence_transformers.read(file.path) if task == "embed" else {}
     return {"task": task, "pooling": own_pooling} | labels | pooling
 
@@ -282,6 +289,13 @@ def select(architecture: str, stored: dict[str, Stored], config: Config) -> Sele
             f"the architecture {architecture}. Name the one without a head there to keep it."
         )
     return Selection(stored, config, left_out)
+
+
+def lacks_head(family: Family, config: Config, stored: dict[str, Stored]) -> bool:
+    """Whether weights have nothing of the head that a family's architecture has."""
+    table = family.tensors(config).items()
+    head = {name for path, (name, *_) in table if path.startswith(OF_HEAD)}
+    return bool(head) and not head & {family.canonical(name) for name in stored}
 
 
 def other_files(config: Config) -> dict[str, Any]:
@@ -369,12 +383,26 @@ def modern_config_json(architecture: str, config: Config, context: int) -> dict[
         "local_attention": 2 * ((near.window or 65) - 1),
         "global_rope_theta": wide.rope_theta,
         "local_rope_theta": near.rope_theta,
+        **rope_parameters({GLOBAL: wide, LOCAL: near}),
         "hidden_activation": "gelu",
         "norm_eps": config.norm_eps,
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
         **({"classifier_pooling": config.pooling} if config.task == "classify" else {}),
         **labels_json(config.labels),
+    }
+
+
+def rope_parameters(kinds: dict[str, AttentionType]) -> dict[str, Any]:
+    """The newer keys, which older versions of transformers ignore, if there is a rotary scaling."""
+    if not any(kind.rope_scaling for kind in kinds.values()):
+        return {}
+    return {
+        "rope_parameters": {
+            name: {"rope_theta": kind.rope_theta}
+            | (scaling_json(kind.rope_scaling) or {"rope_type": "default"})
+            for name, kind in kinds.items()
+        }
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from data import buckets, hub, tokenizer
+from data import buckets, hub, old_tokenizers, tokenizer
 from recipes.common import entries
 from recipes.common.hf import (
     bert,
@@ -59,9 +59,12 @@ def locate(name: str) -> pathlib.Path:
         return folder.absolute()
     if not re.fullmatch(hub.MODEL_NAME, name):
         raise UserError(f"{name!r} does not exist; use a model folder, or ORG/NAME on the Hub")
+    parent = pathlib.Path(name).parent
+    if parent.is_dir() and parent != pathlib.Path():  # no ORG is a folder here
+        raise UserError(f"hf:{name} does not exist, and {parent} does; use a model folder in it")
     wanted = ["config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"]
-    wanted += [vit.PREPROCESSOR, sentence_transformers.MODULES, "*/config.json"]
-    files = (*tokenizer.FILES, *tokenizer.PAIRS, *tokenizer.PIECES)
+    wanted += [*vit.PROCESSORS, *sentence_transformers.FILES, "*/config.json"]
+    files = (*tokenizer.FILES, *old_tokenizers.FILES, *tokenizer.PIECES)
     return hub.snapshot(name, [*wanted, *files], name)
 
 
@@ -84,7 +87,12 @@ class Folder:
         _check_format(theirs, self.family, file)
         contents = theirs
         theirs = self.family.text_keys(theirs | {"model_type": kind}, file)
-        selection = self.family.select(tensors.find(path), self.family.config_from(theirs, file))
+        found = tensors.find(path)
+        config = config_from(self.family, theirs, file)
+        if self.family.entry == bert.ENTRY and bert.lacks_head(self.family, config, found):
+            self.family = _headless(self.family, kind, file)
+            config = config_from(self.family, theirs, file)
+        selection = self.family.select(found, config)
         self.config = selection.config
         self.metadata = {
             "entry": self.family.entry,
@@ -94,6 +102,9 @@ class Folder:
             "context": theirs.get(self.family.context),
             "architecture": next(iter(self.family.architectures)),
         }
+        makes_vectors = self.family.entry == bert.ENTRY and self.config.task == "embed"
+        if makes_vectors and (path / sentence_transformers.MODULES).exists():
+            self.metadata["sentences"] = dataclasses.asdict(sentence_transformers.sentences(path))
         stored = selection.stored
         self._files = {tensor.file for tensor in stored.values()}
         if method := _format_of(theirs):  # families that do not read it refused it
@@ -121,6 +132,8 @@ class Folder:
     def tokenizer(self) -> tokenizer.Tokenizer | None:
         """The folder's tokenizer; None if it has none. Raises DataError if it can't be read."""
         files = tokenizer.read(self.path)
+        if files and sentence_transformers.lowercases(self.path):
+            files[tokenizer.MAIN] = sentence_transformers.lowercased(files[tokenizer.MAIN])
         return tokenizer.from_files(files, str(self.path)) if files else None
 
     def _check(self) -> None:
@@ -157,6 +170,7 @@ def write(
     tokens: tokenizer.Tokenizer | None = None,
     card: str = "",
     architecture: str = "",
+    sentences: sentence_transformers.Sentences | None = None,
 ) -> None:
     """Writes a model folder next to its destination, then moves it into place.
 
@@ -169,6 +183,7 @@ def write(
       read: a function from a variable's path to its value, a float32 NumPy array.
       tokens: the model's tokenizer, whose files are copied unchanged; None if unknown.
       card: text of README.md; empty: none.
+      sentences: of a model that makes vectors of texts.
     """
     family = family_of(entry, config, architecture)
     theirs = family.config_json(config, context)
@@ -180,7 +195,9 @@ def write(
     expanded = tensors.expand(family.tensors(config), stored_paths(shapes_of(entry, config)))
     with new_folder(folder, tokens, card) as beside:
         tensors.write(beside, expanded, read)
-        for name, content in {"config.json": theirs, **family.other_files(config)}.items():
+        files = {"config.json": theirs, **family.other_files(config)}
+        files |= sentences.files() if sentences and sentence_transformers.MODULES in files else {}
+        for name, content in files.items():
             (beside / name).parent.mkdir(exist_ok=True)
             (beside / name).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -266,6 +283,16 @@ def add_prefix(wanted: Collection[str]) -> Callable[[str], str]:
     return full_name
 
 
+def config_from(family: Family, keys: dict[str, Any], file: pathlib.Path) -> Any:
+    """The Config of a family for the keys of a config.json. Raises UserError if its bounds forbid it."""
+    try:
+        return family.config_from(keys, file)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{file} makes no sense: {error}; use this model's config.json") from None
+
+
 def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Family, str]:
     """The (family, model_type) of a config.json, from its architecture. Raises UserError."""
     known = {}
@@ -282,6 +309,26 @@ def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Family, str]:
     return known[names[0]]
 
 
+def _headless(family: Family, kind: str, file: pathlib.Path) -> Family:
+    """An encoder's family without a head, for weights that lack it and make vectors of texts.
+
+    Raises UserError if no modules.json says that they do.
+    """
+    (headless,) = (
+        other
+        for other in FAMILIES
+        if kind in other.architectures.values() and other.fixed.get("task") == "embed"
+    )
+    named, name = next(iter(family.architectures)), next(iter(headless.architectures))
+    if not file.with_name(sentence_transformers.MODULES).exists():
+        raise UserError(
+            f"{file} has architecture {named}, and the weights beside it lack its head; to make vectors "
+            f'of texts, or to train a new head, set architectures to ["{name}"] there'
+        )
+    print0(f"Read as {name}: the weights lack the head of {named}, and modules.json needs none.")
+    return headless
+
+
 def _check_model_type(theirs: dict[str, Any], config: Any, file: pathlib.Path) -> None:
     """Raises UserError if the model_type means another model than the architecture, which `config` has.
 
@@ -292,7 +339,7 @@ def _check_model_type(theirs: dict[str, Any], config: Any, file: pathlib.Path) -
 
     def same(family: Family) -> bool:
         try:
-            return family.config_from(family.text_keys(theirs, file), file) == config
+            return config_from(family, family.text_keys(theirs, file), file) == config
         except UserError:
             return False
 

@@ -7,14 +7,15 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from data import tokenizer
 from recipes.common import entries
-from recipes.common.hf import tensors, vit
+from recipes.common.hf import bert, siglip, tensors, vit
 from recipes.common.hf.family import Family, Table
 from recipes.common.hf.folder import (
     EXPORTABLE,
@@ -29,10 +30,12 @@ from recipes.common.hf.folder import (
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import Tree, nested, paths
 
+WITHOUT_TASK = (bert.ENTRY, siglip.ENTRY, vit.ENTRY)  # entries whose models generate nothing
 CONFIG = "adapter_config.json"
 STEM = "adapter_model"  # stem of its tensor files
 PREFIX = "base_model.model."  # of its tensors' names
 
+STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}  # others are compared in float32
 READ = ("r", "lora_alpha", "base_model_name_or_path")
 # Keys about training, keys that the tensors imply, and options of keys that are refused anyway.
 IGNORED_KEYS = {
@@ -69,6 +72,8 @@ class Adapter:
     keys: dict[str, Any]  # of adapter_config.json
     family: Family | None = None  # of the base; None: the base is still unknown
     config: Any = None  # of the base with this adapter; None: the base is still unknown
+    # Whole weights that PEFT saved along, such as the embedding table: name → (path, tensor).
+    copies: dict[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
     step = 0
     files = ()
 
@@ -108,6 +113,8 @@ class Adapter:
             for tensor in _factors(family, config)
             if _target(tensor.path) or tensor.name in stored  # an adapter may lack a head
         }
+        copies = _copies(family, config, stored, wanted)
+        stored = {name: tensor for name, tensor in stored.items() if name not in copies}
         stored |= self._zeros(family, config, wanted, stored)
         if (missing := wanted.keys() - stored.keys()) and not stored.keys() - wanted.keys():
             raise UserError(
@@ -121,8 +128,34 @@ class Adapter:
         facts = {"entry": entry, "config": entries.config_json(config)}
         facts |= {"context": base.get("context")}
         return dataclasses.replace(
-            self, metadata=self.metadata | facts, config=config, stored=stored, family=family
-        )
+            self, metadata=self.metadata | facts, config=config, stored=stored, family=family,
+            copies=copies,
+        )  # fmt: skip
+
+    def check_copies(self, base: Any) -> None:
+        """Raises UserError if a weight that was saved along is not the base's.
+
+        Args:
+          base: a Source of the base.
+        """
+        shapes, plain = paths(base.shapes()["params"]), self._table()
+        for name, (path, tensor) in self.copies.items():
+            dtype = STORED_DTYPES.get(tensor.dtype, "float32")
+            sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+            leaf = jax.ShapeDtypeStruct(shapes[path].shape, dtype, sharding=sharding)
+            table = {path: (name, *plain[path][1:])}
+            (wanted,) = (wanted for wanted in tensors.expand(table, {path: leaf}))
+            same = tuple(wanted.shape) == tuple(tensor.shape)
+            if same:
+                abstract = {"params": nested({path: leaf})}
+                ours = paths(read_onto({name: tensor}, table, abstract)["params"])[path]
+                theirs = paths(base.read(abstract)["params"])[path]
+                same = np.array_equal(np.asarray(ours), np.asarray(theirs))
+            if not same:
+                raise UserError(
+                    f"{self.path} has its own {name.removeprefix(PREFIX)}, which differs from its base's, "
+                    "and the zoo reads only factors; merge the adapter with PEFT, and use the merged model"
+                )
 
     def _check_modules(
         self, stored: dict[str, Any], factors: list[tensors.Tensor], fix: str
@@ -208,6 +241,17 @@ class Adapter:
         """The folder's tokenizer; None if it has none. Raises DataError if it can't be read."""
         files = tokenizer.read(self.path)
         return tokenizer.from_files(files, str(self.path)) if files else None
+
+
+def _copies(
+    family: Family, config: Any, stored: dict[str, Any], wanted: Collection[str]
+) -> dict[str, tuple[str, Any]]:
+    """Name → (path, tensor) of whole weights outside of layers in an adapter's files."""
+    by_name = {name: path for path, (name, *_) in family.tensors(config).items()}
+    tied = family.tied | family.copies(config)
+    by_name = {copy: by_name[name] for copy, name in tied.items() if name in by_name} | by_name
+    found = {name.removeprefix(PREFIX): name for name in stored.keys() - {*wanted}}
+    return {name: (by_name[x], stored[name]) for x, name in found.items() if x in by_name}
 
 
 def read_adapter(path: pathlib.Path) -> Adapter:
@@ -319,7 +363,8 @@ def write_adapter(
     every = {tensor.name.rpartition(".")[0] for tensor in tensors.expand(names, plain)}
     theirs = {
         "peft_type": "LORA",
-        "task_type": None if family.head else "CAUSAL_LM",
+        # PEFT has no class for masks, towers or pictures; None suits every model.
+        "task_type": None if family.entry in WITHOUT_TASK else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,

@@ -114,7 +114,7 @@ def config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
     joint = text.number("projection_size", text.keys["hidden_size"])
     if joint != fields["embed"]:
         raise text.refused("projection_size", joint)
-    return Config(**fields, **vit.inputs(path.with_name(vit.PREPROCESSOR), fields, ENTRY))
+    return Config(**fields, **vit.inputs(path.parent, fields, ENTRY, vit.OF_SIGLIP))
 
 
 def clip_config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
@@ -124,7 +124,7 @@ def clip_config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
     # Their models with 2, which was wrong, take the largest number, as our 0 does.
     end = text.number("eos_token_id")
     fields |= {"loss": "softmax", "clip": True, "joint": joint, "end_token": end if end != 2 else 0}
-    inputs = vit.inputs(path.with_name(vit.PREPROCESSOR), fields, ENTRY, may_crop=True)
+    inputs = vit.inputs(path.parent, fields, ENTRY, vit.OF_CLIP, may_crop=True)
     return Config(**fields, **inputs)
 
 
@@ -205,7 +205,7 @@ FAMILY = Family(
     checked=UNUSED,
     computed=("position_ids",),
     tied={},
-    other_files=lambda config: vit.other_files(config, "SiglipImageProcessor"),
+    other_files=lambda config: vit.other_files(config, vit.OF_SIGLIP),
 )
 CLIP_FAMILY = dataclasses.replace(
     FAMILY,
@@ -213,5 +213,5 @@ CLIP_FAMILY = dataclasses.replace(
     tensors=lambda config: CLIP_TENSORS,
     config_from=clip_config_from,
     lost=functools.partial(lost, clip=True),
-    other_files=lambda config: vit.other_files(config, "CLIPImageProcessor", may_crop=True),
+    other_files=lambda config: vit.other_files(config, vit.OF_CLIP),
 )

@@ -1,4 +1,8 @@
-"""The family of ViT (zoo/vit.py). preprocessor_config.json says how pictures become inputs."""
+"""The family of ViT (zoo/vit.py), and how pictures become inputs, also of SigLIP and CLIP.
+
+processor_config.json says that where a tokenizer is saved along, else preprocessor_config.json; what they
+don't state is the default of the class in `transformers` that they name.
+"""
 
 import dataclasses
 import pathlib
@@ -67,8 +71,30 @@ UNUSED = {  # features that our ViT lacks → values that leave them off
 }
 
 PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"  # of transformers 5, with the former as its image_processor
+PROCESSORS = (PREPROCESSOR, PROCESSOR)
 FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # PIL's, by their number
 BYTE = 1 / 255  # a pixel's value from 0 to 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor:
+    """A class in `transformers` that prepares pictures, and its defaults."""
+
+    name: str
+    resample: str
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    crops: bool = False  # whether it cuts pictures to a square instead of stretching them
+
+
+OF_VIT = Processor("ViTImageProcessor", "bilinear")
+OF_SIGLIP = Processor("SiglipImageProcessor", "bicubic")
+OF_CLIP = Processor(
+    "CLIPImageProcessor", "bicubic",
+    mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711), crops=True,
+)  # fmt: skip
+CLASSES = {processor.name: processor for processor in (OF_VIT, OF_SIGLIP, OF_CLIP)}
 
 
 def canonical(name: str) -> str:
@@ -113,24 +139,41 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
         classes=len(labels),
         labels=labels,
         norm_eps=theirs.number("layer_norm_eps", 1e-12, float),
-        **inputs(file.with_name(PREPROCESSOR), sizes, ENTRY),
+        **inputs(file.parent, sizes, ENTRY, OF_VIT),
     )
 
 
 def inputs(
-    file: pathlib.Path, sizes: dict[str, int], entry: str, may_crop: bool = False
+    folder: pathlib.Path,
+    sizes: dict[str, int],
+    entry: str,
+    processor: Processor,
+    may_crop: bool = False,
 ) -> dict[str, Any]:
-    """Fields of an entry's Config from a preprocessor_config.json; {} without one.
+    """Fields of an entry's Config from a folder's PROCESSORS; {} without one.
 
     Args:
-      may_crop: whether pictures may be cut to a square instead of stretched, the field center_crop.
+      processor: the architecture's own, for files that name none.
+      may_crop: whether the entry's pictures may be cut to a square, the field center_crop.
     """
-    if not file.exists():
+    file, stored = _processor_keys(folder)
+    if stored is None:
         return {}
-    keys = folders.read_json(file)
+    # null is absent, but for switches, which it turns off.
+    keys: dict[str, Any] = {key: value for key, value in stored.items() if value is not None}
+    keys |= {key: bool(value) for key, value in stored.items() if key.startswith("do_")}
     theirs = ConfigFile(keys, file, entry)
-    crops = may_crop and keys.get("do_center_crop") is not False
-    theirs.refuse({"do_resize": (True,), "do_center_crop": (crops,)})
+    named = keys.get("image_processor_type", keys.get("feature_extractor_type"))
+    if named is not None:
+        name = str(named).removesuffix("Fast").removesuffix("Pil")
+        name = name.replace("FeatureExtractor", "ImageProcessor")
+        if name not in CLASSES:
+            raise theirs.refused("image_processor_type", named)
+        processor = CLASSES[name]
+    crops = keys.get("do_center_crop", processor.crops)
+    if crops and not may_crop:
+        raise theirs.refused("do_center_crop", True)
+    theirs.refuse({"do_resize": (True,), "do_pad": (False,), "use_square_size": (False,)})
     for key in ("crop_size", "size") if crops else ("size",):
         size = keys.get(key) or sizes["image_size"]
         if isinstance(size, dict):
@@ -139,13 +182,15 @@ def inputs(
             size = height if height and height == size.get("width") else shortest or size
         if size != sizes["image_size"]:
             raise theirs.refused(key, keys[key])
-    number = keys.get("resample", FILTERS.index("bilinear"))
+    number = keys.get("resample", FILTERS.index(processor.resample))
     if number not in range(len(FILTERS)):
         raise theirs.refused("resample", number)
     factor = theirs.number("rescale_factor", BYTE, float) if keys.get("do_rescale", True) else 1.0
     statistics = {}
-    for key, default in (("image_mean", 0.0), ("image_std", 1.0)):
-        value = keys.get(key, 0.5) if keys.get("do_normalize", True) else default
+    of_class = {"image_mean": processor.mean, "image_std": processor.std}
+    for key, unnormalized in (("image_mean", 0.0), ("image_std", 1.0)):
+        usual = of_class[key][0] if len({*of_class[key]}) == 1 else [*of_class[key]]
+        value = keys.get(key, usual) if keys.get("do_normalize", True) else unnormalized
         values = [value] * sizes["channels"] if isinstance(value, (int, float)) else value
         if not isinstance(values, list) or len(values) != sizes["channels"]:
             raise theirs.refused(key, value)
@@ -157,6 +202,16 @@ def inputs(
         "resample": FILTERS[number],
         **({"center_crop": crops} if may_crop else {}),
     }
+
+
+def _processor_keys(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any] | None]:
+    """The file that says how pictures become inputs, and its keys; None without one."""
+    whole = folder / PROCESSOR
+    nested = folders.read_json(whole).get("image_processor") if whole.exists() else None
+    if isinstance(nested, dict):
+        return whole, nested
+    file = folder / PREPROCESSOR
+    return file, folders.read_json(file) if file.exists() else None
 
 
 def config_json(config: Config, context: int) -> dict[str, Any]:
@@ -176,27 +231,24 @@ def config_json(config: Config, context: int) -> dict[str, Any]:
     }
 
 
-def other_files(
-    config: Any, processor: str = "ViTImageProcessor", may_crop: bool = False
-) -> dict[str, dict[str, Any]]:
+def other_files(config: Any, processor: Processor = OF_VIT) -> dict[str, dict[str, Any]]:
     """Name → content of the JSON files beside config.json.
 
     Args:
       config: the Config of a model of images.
-      processor: the class in transformers that prepares them.
-      may_crop: whether that class cuts pictures to a square unless told otherwise.
+      processor: what prepares them.
     """
     if not config.mean:
         return {}
     size = {"height": config.image_size, "width": config.image_size}
     resize: dict[str, Any] = {"do_resize": True, "size": size}
-    if may_crop:
+    if processor.crops:
         resize |= {"do_center_crop": config.center_crop}
-    if may_crop and config.center_crop:
+    if processor.crops and config.center_crop:
         resize |= {"size": {"shortest_edge": config.image_size}, "crop_size": size}
     return {
         PREPROCESSOR: {
-            "image_processor_type": processor,
+            "image_processor_type": processor.name,
             **resize,
             "resample": FILTERS.index(config.resample),
             "do_rescale": True,

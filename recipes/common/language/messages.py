@@ -11,6 +11,11 @@ from recipes.common.train.checks import rows_of_a_device
 from recipes.common.train.evaluation import in_words
 from zoo.parallel.pipeline import microbatches, rounds, ticks
 
+LEARNED_POSITIONS = (
+    "note: learned positions count from a row's start, so a row's second document continues those of the "
+    "first. A program that numbers each document's from 0 trains others."
+)
+
 
 def before_training(layout: Layout, corpus: Dataset, training: Training, flags: Any) -> list[str]:
     """Lines about the text; and about kernels, experts, low precision and stages, if there are any.
@@ -18,9 +23,12 @@ def before_training(layout: Layout, corpus: Dataset, training: Training, flags: 
     Args:
       flags: of the model.
     """
+    is_packed = "segment_ids" in corpus.filler
+    learns_positions = layout.shape.max_positions is not None
     return [
+        *[LEARNED_POSITIONS] * (is_packed and learns_positions),
         *corpus.notes,
-        *kernel.report(layout, layout.seq_len, "segment_ids" in corpus.filler),
+        *kernel.report(layout, layout.seq_len, is_packed),
         *kernel.experts(layout),
         *kernel.matmul(layout),
         *stages(layout, training.accumulate),

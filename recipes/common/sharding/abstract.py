@@ -11,6 +11,7 @@ from recipes.common.runtime import UserError
 from zoo.core.sharding import AxisNames, has_slot
 
 UNNAMED = "(unnamed)"  # logical axis of dims without one; no rule splits it
+AXES = "logical_axes"  # metadata of a variable: its axes, in place of those in out_sharding
 Tree = Any  # nested dicts with the same kind of leaf
 
 
@@ -130,7 +131,8 @@ def _axes(state: nnx.State) -> Tree:
     """The logical axis names of each variable. Raises UserError if some have none."""
     axes = {}
     for path, variable in nnx.to_flat_state(state):
-        axes[path] = getattr(variable, "out_sharding", None)
+        metadata = variable.get_metadata()
+        axes[path] = metadata.get(AXES, metadata.get("out_sharding"))
         if axes[path] is None or len(axes[path]) != len(variable.shape):
             raise UserError(
                 f"{'/'.join(map(str, path))} {list(variable.shape)} has logical axes {axes[path]}; "

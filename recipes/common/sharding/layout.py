@@ -220,6 +220,7 @@ def make_layout(
     layout = Layout(
         mesh, strategies, config, name, fitting, uneven, build, abstract, batch_size, seq_len
     )
+    check_periods(layout)
     check_length(layout.shape, seq_len)
     trains = batch_size > 0
     sharding_rules.check_positions(abstract.names, name, fitting, mesh, seq_len, trains=trains)
@@ -233,9 +234,39 @@ def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = Non
         name, requested = sharding_rules.select(layout.strategies, layout.names, rules, target)
         fitting, uneven = sharding_rules.fit(name, requested, layout.model, target)
         sharding_rules.check_positions(layout.names, name, fitting, target, layout.seq_len)
+        other = dataclasses.replace(
+            layout, mesh=target, strategy=name, rules=fitting, uneven=uneven
+        )
+        check_periods(other)
     except UserError:
         return None
-    return dataclasses.replace(layout, mesh=target, strategy=name, rules=fitting, uneven=uneven)
+    return other
+
+
+def check_periods(layout: Layout) -> None:
+    """Raises UserError if a pipeline's stages, or the chunks of its rounds, cut a period of layers.
+
+    A stage counts its layers from the first kind of a period, so they would run as other kinds.
+    """
+    parts, period, v = layout.stages, layout.shape.period, layout.shape.pipe_rounds
+    if parts == 1:
+        return
+    layers = layout.shape.stacked_layers
+    own_layers = layers // parts
+    if own_layers % period:
+        fits = [n for n in range(1, parts) if layers % (n * period) == 0] or [1]
+        raise UserError(
+            f"--mesh={sharding_rules.describe(layout.mesh.shape)} gives each of {parts} stages "
+            f"{own_layers} layers, and a stage boundary would cut their period of {period}; use pipe={fits[-1]}"
+        )
+    periods = own_layers // period
+    if periods % v:
+        fits = max(n for n in range(1, v) if periods % n == 0)
+        use = f"--pipe_rounds={fits}" if fits > 1 else "--pipeline=1f1b"
+        raise UserError(
+            f"--pipe_rounds={v} does not divide the {own_layers} layers of each of {parts} "
+            f"stages{f' into periods of {period}' if period > 1 else ''}; use {use}"
+        )
 
 
 def shardings(tree: Tree) -> Tree:

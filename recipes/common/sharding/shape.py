@@ -23,6 +23,7 @@ from zoo.core.strategies import (
 from zoo.experts.expert_strategies import EXPERT
 from zoo.options.dense_first import DENSE_STACK
 from zoo.options.mtp import HEAD_PATH
+from zoo.parallel.pipeline import rounds
 
 POSITIONS = "positions"  # the logical axis of learned positions
 # Of two towers: the stack of the layers of texts, with which paths of its other weights begin, and the
@@ -119,6 +120,7 @@ class Shape:
     logits: int = 0  # V, if the loss is of tokens; 0: of classes or vectors of rows
     max_positions: int | None = None  # of a row, if the model learns positions
     period: int = 1  # layers that a pipeline's stage has a multiple of
+    pipe_rounds: int = 1  # chunks of such periods that a stage runs
     mtp_layers: int = 0  # layers of the last kind after the others, in the MTP head
     positions: int = 1  # of an example, of a model without tokens
     text_positions: int = 0  # of its text, of a model with two towers
@@ -231,6 +233,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         logits=0 if _stated(config, "task") in ("classify", "embed") else vocab_size,
         max_positions=learned if vocab_size else None,
         period=len(windows),
+        pipe_rounds=rounds(config) if _stated(config, "pipeline") else 1,
         mtp_layers=int(any(path.startswith(HEAD_PATH) for path in weights)),
         positions=1 if vocab_size else learned or model.positions,
         text_positions=of_text,

@@ -29,11 +29,13 @@ def check_heads(layout: Layout) -> None:
 
 
 def check_stages(layout: Layout, accumulate: int) -> None:
-    """Raises UserError if a pipeline's stages don't fit the layers or its microbatches the batch."""
+    """Raises UserError if flags of a pipeline don't fit its schedule, or its microbatches the batch.
+
+    `make_layout` has checked that the stages fit the layers.
+    """
     config, parts, mesh = layout.config, layout.stages, describe(layout.mesh.shape)
-    wanted, period = config.pipe_microbatches, layout.shape.period
-    v, own_layers = rounds(config), layout.shape.stacked_layers // parts
-    if config.pipe_rounds not in (v, type(config).pipe_rounds):
+    wanted = config.pipe_microbatches
+    if config.pipe_rounds not in (rounds(config), type(config).pipe_rounds):
         raise UserError(
             f"--pipe_rounds={config.pipe_rounds} is for --pipeline=interleaved, and not for "
             f"{config.pipeline}; leave it out, or use --pipeline=interleaved"
@@ -49,21 +51,6 @@ def check_stages(layout: Layout, accumulate: int) -> None:
         raise UserError(
             f"--mesh={mesh} has {parts} stages of layers, and mtp_depth=1 has a layer after the last "
             "stage; use --mtp_depth=0, or a mesh without `pipe`"
-        )
-    each = config.num_layers // parts
-    if each % period:
-        fits = [n for n in range(1, parts) if config.num_layers % (n * period) == 0] or [1]
-        raise UserError(
-            f"--mesh={mesh} gives each of {parts} stages {each} layers, and a stage boundary would "
-            f"cut their period of {period}; use pipe={fits[-1]}"
-        )
-    periods = own_layers // period
-    if periods % v:
-        fits = max(n for n in range(1, v) if periods % n == 0)
-        use = f"--pipe_rounds={fits}" if fits > 1 else "--pipeline=1f1b"
-        raise UserError(
-            f"--pipe_rounds={v} does not divide the {own_layers} layers of each of {parts} "
-            f"stages{f' into periods of {period}' if period > 1 else ''}; use {use}"
         )
     rows = rows_of_a_device(layout, accumulate)
     if wanted and rows % wanted:

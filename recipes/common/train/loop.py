@@ -181,9 +181,14 @@ def checkpoint_metadata(folder: RunFolder, layout: Layout) -> dict[str, Any]:
     )
     if folder.start:
         facts = folder.start.metadata
-        metadata |= {key: facts[key] for key in ("imported", "architecture") if key in facts}
+        metadata |= {
+            key: facts[key] for key in ("imported", "architecture", "sentences") if key in facts
+        }
     if folder.source and "seq_len" in folder.flags:  # fine-tuning on short texts cuts no context
         metadata["context"] = max(checkpoint.context(folder.source), folder.flags["seq_len"])
+        if stated := metadata.get("sentences"):
+            longest = max(stated["max_seq_length"], folder.flags["seq_len"])
+            metadata["sentences"] = stated | {"max_seq_length": longest}
     elif folder.newest and "context" in folder.newest.metadata:
         metadata["context"] = folder.newest.metadata["context"]
     return metadata

@@ -24,11 +24,13 @@ def apply_gradients(
     opt_state = flax.serialization.from_state_dict(
         jax.eval_shape(optimizer.init, params), state["opt_state"]
     )
-    updates, opt_state = optimizer.update(grads, opt_state, params)
+    updates, new_opt_state = optimizer.update(grads, opt_state, params)
+    # Parameters in 16 bits have moments in 16 bits, which their gradients' means would widen.
+    new_opt_state = jax.tree.map(lambda old, new: new.astype(old.dtype), opt_state, new_opt_state)
     params = optax.apply_updates(params, updates)
     return state | {
         "params": reshard(params, of_optimizer, at_rest),
-        "opt_state": flax.serialization.to_state_dict(opt_state),
+        "opt_state": flax.serialization.to_state_dict(new_opt_state),
         "step": state["step"] + 1,
     }
 

@@ -51,6 +51,7 @@ from recipes.instruments.plan.step_cycles import (
 from recipes.instruments.user_model import ModelFlags
 from zoo.options.compute_options import ComputeOptions
 
+SHORT, LONG = 128, 4_096  # tokens of a row: the recipes' default; of a published model's size
 SAY_SECONDS = 30  # between lines while the compiler works
 
 
@@ -68,7 +69,10 @@ class Flags(ModelFlags, Offload):
         "", "Tokens of a batch over all devices, or examples of a model without tokens; K is 2^10, M is "
         "2^20. Empty: 16 rows for each device.", group="data",
     )  # fmt: skip
-    seq_len: int = flag(128, "Tokens of context, for text.", group="data", at_least=1)
+    seq_len: int = flag(
+        0, f"Tokens of context, for text; 0: {SHORT}, or {LONG:,} for sizes of published models, if they "
+        "were trained with so many.", group="data", at_least=0,
+    )  # fmt: skip
     matmul: str = field_flag(ComputeOptions, "matmul")
     optimizer: str = flag("adamw", "Optimizer.", "optimizer", choices=OPTIMIZERS)
     top: int = flag(8, "Rows of the table.", at_least=1)
@@ -81,6 +85,7 @@ class Flags(ModelFlags, Offload):
 def main(flags: Flags) -> None:
     # ---- Input: checked before anything is computed ----------------------------------------------
     devices = parse_devices(flags.devices)
+    check_used(flags)
     if flags.model:
         name = flags.model.rpartition(":")[2]
         flags = dataclasses.replace(flags, entry=name, size=flags.config)
@@ -89,6 +94,8 @@ def main(flags: Flags) -> None:
         flags = dataclasses.replace(
             flags, size=choose("size", flags.size, entries.sizes(flags.entry))
         )
+    asked = flags.seq_len
+    flags = dataclasses.replace(flags, seq_len=asked or usual_rows(flags))
     page = pathlib.Path(flags.html).expanduser()
     if flags.html and not page.parent.is_dir():
         raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
@@ -108,6 +115,8 @@ def main(flags: Flags) -> None:
     change = None if plan.best else cheapest_change(plan)
     say = (lambda *_: None) if flags.json else print0
     long = assumed + contexts.beyond(flags.entry, flags.size, job.seq_len)
+    if job.seq_len and job.seq_len != (asked or SHORT):
+        long.append(f"Rows have {job.seq_len:,} tokens; --seq_len=… plans others.")
     ranked = answer.distinct(plan.ranked)[: flags.top]
     say(*answer.table(ranked), "", *long, *answer.notes(plan), "")
     if plan.best:
@@ -129,6 +138,26 @@ def main(flags: Flags) -> None:
     results["confirmed"] = confirm(plan, flags, say) if flags.confirm else []
     if flags.json:
         print0(json.dumps(results, indent=1))
+
+
+def check_used(flags: Flags) -> None:
+    """Raises UserError for flags that would have no effect."""
+    for name in ("entry", "size") if flags.model else ():
+        if (value := getattr(flags, name)) != getattr(Flags(), name):
+            raise UserError(
+                f"--{name}={value} is for the zoo's models, and --model={flags.model} is your own; leave "
+                f"one of them out{' (--config names its size)' if name == 'size' else ''}"
+            )
+    if flags.confirm_layers and not flags.confirm:
+        raise UserError(
+            f"--confirm_layers={flags.confirm_layers} is for --confirm, and there is none; add --confirm=1"
+        )
+
+
+def usual_rows(flags: Flags) -> int:
+    """Tokens of a row, unless --seq_len says otherwise: more for sizes of published models."""
+    trained = contexts.TRAINED.get(flags.entry, {}).get(flags.size)
+    return min(trained, LONG) if trained and not flags.model else SHORT
 
 
 def check_own(flags: Flags) -> None:

@@ -41,6 +41,15 @@ class Flags(ModelFlags):
 def main(flags: Flags) -> None:
     if not flags.model:
         raise UserError("no model is named; use --model=FILE.py:NAME")
+    if flags.dtype and flags.x64:
+        raise UserError(
+            f"--dtype={flags.dtype} compares with float32, and --x64 with float64; leave one of them out"
+        )
+    for name in ("batch_size", "seq_len"):
+        if (value := getattr(flags, name)) and not flags.dtype:
+            raise UserError(
+                f"--{name}={value} is for --dtype, and there is none; add --dtype=bfloat16, or leave it out"
+            )
     names = split(flags.meshes, ";" if "=" in flags.meshes else ",") if flags.meshes else []
     meshes = make_meshes(names)
     parts = flags.parts()
