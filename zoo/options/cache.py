@@ -95,7 +95,7 @@ class CachedInputs(AttentionInputs):
 
     def of_stack(self, name: str, layers) -> Any:
         """The cache_index of each layer of unlike_layers' stacks: for some, the state itself."""
-        return self.of_layers(layers) if name == ATTENTION else self.cache.states[name]
+        return layer_indices(layers) if name == ATTENTION else self.cache.states[name]
 
 
 @fit_rules

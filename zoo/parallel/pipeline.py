@@ -73,9 +73,9 @@ def check_periods(model, rounds: int) -> None:
 
     Each chunk counts its layers from the first kind of a period, so they would run as other kinds.
     """
-    depth = len(
-        jax.tree.leaves(model.layers)[0]
-    )  # of the stack, without first layers of another kind
+    # Without first layers of another kind.
+    stacks = [*model.layers.values()] if isinstance(model.layers, nnx.Dict) else [model.layers]
+    depth = sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
     chunks, period = rounds * shards("layers"), len(model.config.kinds)
     if depth % (chunks * period):
         raise ValueError(
