@@ -28,7 +28,7 @@ def page() -> str:
     """The page's text."""
     rows = [
         f"| `{name}` | `{kind}` | [{entries.ENTRIES[family.entry].model}]"
-        f"(../../zoo/{family.entry}.py) |\n"
+        f"(../../zoo/{entries.ENTRIES[family.entry].file or family.entry}.py) |\n"
         for family in FAMILIES
         for name, kind in family.architectures.items()
     ]
