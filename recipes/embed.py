@@ -27,6 +27,7 @@ from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree
 from recipes.common.storage import folders
+from recipes.common.tasks.text_encoders import LONGEST, sentences_of
 from recipes.common.train.feed import to_devices
 
 KINDS = (".npy", ".parquet")  # of --out
@@ -51,8 +52,7 @@ class Embed(Settings):
     )
     seq_len: int = flag(
         0,
-        f"Most tokens of a text; 0: as the model's folder says, or its context, at most "
-        f"{checkpoint.LONGEST}.",
+        f"Most tokens of a text; 0: as the model's folder says, or its context, at most {LONGEST}.",
         at_least=0,
     )
     batch_size: int = flag(
@@ -74,7 +74,7 @@ def main(devices: Devices, flags: Embed) -> None:
     compute = {"dtype": dtype} | read_set(type(config), flags.set, ("dtype",))
     if config.task == "fill":  # without a vector of its own
         compute = {"pooling": "mean"} | compute
-    sentences = checkpoint.sentences(source)
+    sentences = sentences_of(source)
     most, prompt = flags.seq_len or sentences.max_seq_length, prompt_of(flags, sentences)
     strings = read(flags)
     texts = whole_texts.encode([prompt + text for text in strings], tokenizer, most)

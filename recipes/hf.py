@@ -31,6 +31,7 @@ from recipes.common.runtime.terminal import print0
 from recipes.common.sharding.abstract import nested, paths
 from recipes.common.sharding.layout import Layout
 from recipes.common.storage import folders
+from recipes.common.tasks.text_encoders import sentences_of
 
 # How names of transformers' classes end, by entry and by an encoder's task.
 FOR = {"vit": "ForImageClassification", "siglip": ""}
@@ -128,7 +129,7 @@ def export(flags: Export) -> None:
             loads = f'PEFT loads it:\n  PeftModel.from_pretrained(model, "{name}")'
         else:
             context = checkpoint.context(source)
-            sentences = checkpoint.sentences(source) if entry == "bert" else None
+            sentences = sentences_of(source) if entry == "bert" else None
             hf.write(
                 target, entry, layout.config, context, read, tokens, readme, architecture, sentences
             )  # fmt: skip

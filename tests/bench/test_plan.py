@@ -1090,7 +1090,8 @@ def test_a_tpu_s_step_is_confirmed_by_its_cycles(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "read_bundles", lambda folder: bundles)
     monkeypatch.setattr(planner.report, "peak_memory", lambda _: 10**6)
     devices = parse_devices("v5e:4")
-    job, abstract, _ = planner.make_job(planner.Flags(size="tiny", devices="v5e:4"), devices)
+    flags = planner.Flags(size="tiny", devices="v5e:4", seq_len=128)
+    job, abstract, _ = planner.make_job(flags, devices)
     costs = planner._confirm(job.model, search(job, devices, abstract).ranked[0], 0, tmp_path)
     total = step_cycles.count(step_cycles.read_hlo(text, devices, bundles), devices).total
     assert costs["compiled_seconds"] == total / (197e12 / 2**17)

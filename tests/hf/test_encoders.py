@@ -19,6 +19,7 @@ from recipes.common.language.recipe import model_config
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding import paths
+from recipes.common.tasks.text_encoders import sentences_of
 from tests.conftest import full_except
 from tests.support import folder_keys
 from tests.support.encoder_cases import CASES, GOLDENS, MESHES, OUTPUTS, largest_error, ours
@@ -215,13 +216,13 @@ def test_an_export_keeps_what_sentence_transformers_reads(tmp_path, capsys):
 def test_a_run_keeps_the_length_and_prompts_of_its_folder(tmp_path):
     folder_keys.sentence_transformer(folder := tmp_path / "st")
     source = checkpoint.find(f"hf:{folder}")
-    assert checkpoint.sentences(source).max_seq_length == 40
+    assert sentences_of(source).max_seq_length == 40
     change(folder, "sentence_bert_config.json", max_seq_length=...)
-    assert checkpoint.sentences(checkpoint.find(f"hf:{folder}")).max_seq_length == 48
+    assert sentences_of(checkpoint.find(f"hf:{folder}")).max_seq_length == 48
     change(folder, "tokenizer_config.json", model_max_length=...)
-    assert checkpoint.sentences(checkpoint.find(f"hf:{folder}")).max_seq_length == 64
+    assert sentences_of(checkpoint.find(f"hf:{folder}")).max_seq_length == 64
     change(folder, "sentence_bert_config.json", max_seq_length=4_096)  # more than it has positions
-    assert checkpoint.sentences(checkpoint.find(f"hf:{folder}")).max_seq_length == 64
+    assert sentences_of(checkpoint.find(f"hf:{folder}")).max_seq_length == 64
 
 
 def test_modernbert_with_a_rotary_scaling_is_exported(tmp_path):

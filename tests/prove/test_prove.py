@@ -861,8 +861,8 @@ def rows(width: int) -> dict[str, np.ndarray]:
 
 
 def test_a_step_keeps_the_dtypes_of_a_state():
-    subject = user_model.make_subject(lambda: Half(rngs=nnx.Rngs(0)), None, OWN_RULES, rows(8))
-    pairs, _ = layouts(subject, [make_mesh("4x2")], auto=True)
+    own = user_model.make_user_model(lambda: Half(rngs=nnx.Rngs(0)), None, OWN_RULES, rows(8))
+    pairs, _ = layouts(own, [make_mesh("4x2")], auto=True)
     layout = reference_layout(pairs.values())
     before = abstract_state(layout, prove_run.OPTIMIZER)
     grads = jax.tree.map(lambda x: x.update(dtype=jnp.float32), before["params"])
@@ -877,12 +877,12 @@ def test_a_step_keeps_the_dtypes_of_a_state():
 
 def test_names_that_flax_s_own_transforms_put_on_are_taken_off_again():
     """Names of ours on unnamed dims made Flax refuse the scan."""
-    subject = user_model.make_subject(lambda: OwnStack(rngs=nnx.Rngs(0)), None, OWN_RULES, rows(16))
-    pairs, _ = layouts(subject, [make_mesh("4x2")], auto=True)
+    own = user_model.make_user_model(lambda: OwnStack(rngs=nnx.Rngs(0)), None, OWN_RULES, rows(16))
+    pairs, _ = layouts(own, [make_mesh("4x2")], auto=True)
     layout = reference_layout(pairs.values())
     axes = {x.split("/")[-1]: names for x, names in paths(layout.model.axes["params"]).items()}
     assert axes == {"kernel": ("layers", "embed", "mlp"), "bias": (UNNAMED, UNNAMED)}
-    prove_run.trace_loss(layout, layout.model, subject.batch)
+    prove_run.trace_loss(layout, layout.model, own.batch)
 
 
 @pytest.mark.full

@@ -396,6 +396,7 @@ DISTRIBUTIONS = {  # where the name to import is another
     "ml_dtypes": "ml-dtypes",
     "orbax": "orbax-checkpoint",
     "PIL": "pillow",
+    "sentence_transformers": "sentence-transformers",
     "yaml": "pyyaml",
     "xdist": "pytest-xdist",
 }
@@ -419,7 +420,7 @@ def test_declared_dependencies_are_exactly_the_imported_ones():
     small = extras["tensorboard"] | extras["wandb"] | extras["gcs"]
     assert base == ours - extras["hf"] - extras["eval"] - extras["docs"] - small
     by_hand = extras["hf"] | extras["eval"]
-    by_hand |= {"trl", "sentence_transformers"}  # in environments of their own
+    by_hand |= {"trl"}  # in an environment of its own
     assert extras["test"] == tests - base - by_hand | TOOLS | small
     assert extras["eval"] == {"lm-eval"} <= ours
     assert extras["tensorboard"] == {"tensorboardX"} <= ours

@@ -5,7 +5,6 @@ from recipes.common.checkpoint.integrity import verify
 from recipes.common.checkpoint.locate import PUBLISHED, find, published
 from recipes.common.checkpoint.resolve_tokenizer import check_vocabulary, tokenizer_for
 from recipes.common.checkpoint.restoring import (
-    LONGEST,
     NewHead,
     check_variables,
     context,
@@ -13,7 +12,6 @@ from recipes.common.checkpoint.restoring import (
     leaves_out_head,
     restore,
     restore_variables,
-    sentences,
     variables_of_dtype,
 )
 from recipes.common.checkpoint.run_folder import RunFolder, flags_of, open_run

@@ -15,14 +15,10 @@ from recipes.common.checkpoint import adapters
 from recipes.common.checkpoint.locate import find
 from recipes.common.checkpoint.store import WeightSource, config_of
 from recipes.common.flags.config_flags import replace
-from recipes.common.hf import sentence_transformers
-from recipes.common.hf.sentence_transformers import Sentences
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted
 from zoo.options.mtp import HEAD_PATH
-
-LONGEST = 512  # tokens of a text to make a vector of, if nothing states them
 
 
 def restore(
@@ -88,14 +84,6 @@ def context(source: WeightSource) -> int:
     facts = source.metadata
     tokens = facts.get("context") or facts.get("flags", {}).get("seq_len") or 2_048
     return min(tokens, facts["config"].get("max_positions") or tokens)
-
-
-def sentences(source: WeightSource) -> Sentences:
-    """How texts become vectors: what the model's folder said, with the most tokens of a text."""
-    stated = sentence_transformers.of_metadata(source.metadata)
-    most = stated.max_seq_length or min(context(source), LONGEST)
-    learned = source.metadata["config"].get("max_positions") or most
-    return dataclasses.replace(stated, max_seq_length=min(most, learned))
 
 
 def restore_variables(source: WeightSource, layout: Layout, dtype: str | None = None) -> Tree:

@@ -136,7 +136,7 @@ class Adapter:
         """Raises UserError if a weight that was saved along is not the base's.
 
         Args:
-          base: a Source of the base.
+          base: the WeightSource of the base.
         """
         shapes, plain = paths(base.shapes()["params"]), self._table()
         for name, (path, tensor) in self.copies.items():

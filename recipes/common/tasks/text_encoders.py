@@ -10,12 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from recipes.common import checkpoint
+from recipes.common.checkpoint import WeightSource
+from recipes.common.hf import sentence_transformers
+from recipes.common.hf.sentence_transformers import Sentences
 from recipes.common.runtime import Run
 from recipes.common.sharding import Tree
 from zoo.core.sharding import constrain, reshape
 from zoo.kernels.choice import NOT_SEEN
 from zoo.parts.classes import unit
 from zoo.parts.pairs import loss_of_pairs
+
+LONGEST = 512  # tokens of a text to make a vector of, if nothing states them
 
 
 def task_of(task: str, run: Run) -> str:
@@ -33,6 +38,14 @@ def for_task(config: Any, task: str) -> Any:
     pooling = "mean" if config.modern or task == "embed" else "pooler"
     changes = {"task": task, "pooling": pooling, "normalize": task == "embed", "labels": ()}
     return dataclasses.replace(config, **changes)
+
+
+def sentences_of(source: WeightSource) -> Sentences:
+    """How texts become vectors: what the model's folder said, with the most tokens of a text."""
+    stated = sentence_transformers.of_metadata(source.metadata)
+    most = stated.max_seq_length or min(checkpoint.context(source), LONGEST)
+    learned = source.metadata["config"].get("max_positions") or most
+    return dataclasses.replace(stated, max_seq_length=min(most, learned))
 
 
 def count_right(model, batch: Tree) -> Tree:
