@@ -31,7 +31,8 @@ from .core.config import bounded, factor, one_of
 from .core.layers import (
     AttentionType, GatedMLP, RMSNorm, RopeScaling, add_output, multiply, sublayer_input,
 )  # fmt: skip
-from .options import dense_first, mtp
+from .options import dense_first
+from .options.mtp import MTPHead, objective_with_mtp
 from .options.cache import attend_absorbed
 from .options.rope_scaling import Yarn
 from .core.sharding import Rules, complete_tables, constrain, explicit, param
@@ -197,13 +198,13 @@ class DeepSeek(Decoder):
     make_layers = dense_first.make_layers
     begin = dense_first.begin
     run_layers = dense_first.run_layers
-    objective = mtp.objective
-    mtp: mtp.MTPHead | None
+    objective = objective_with_mtp
+    mtp: MTPHead | None
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)
         norm = functools.partial(RMSNorm, eps=config.norm_eps)
-        self.mtp = mtp.MTPHead(config, Layer, norm, rngs=rngs) if config.mtp_depth else None
+        self.mtp = MTPHead(config, Layer, norm, rngs=rngs) if config.mtp_depth else None
 
     @property
     def costs(self) -> dict[str, float]:

@@ -20,13 +20,14 @@ from flax import nnx
 
 from .options.general_attention import GeneralAttention
 from .options.compute_options import ComputeOptions
-from .core.config import bounded, one_of
+from .core.config import Bounds, bounded, one_of
 from .core.decoder import Decoder
 from .recurrent.delta import GatedDelta
 from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, feed_forward, position_gate
 from .core.layers import GatedMLP, AttentionType, RMSNorm, RopeScaling, add_output
 from .core.sharding import Rules, complete_tables
-from .options import mtp, unlike_layers
+from .options import unlike_layers
+from .options.mtp import MTPHead, objective_with_mtp
 from .options.cache import ATTENTION
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 
@@ -43,7 +44,9 @@ class Config(ComputeOptions):
     num_heads: int  # of attention
     num_kv_heads: int
     head_dim: int
-    rotary_dims: int = bounded(least=0)  # the first dims of a head, which rotate; 0: all
+    rotary_dims: int = dataclasses.field(
+        metadata={"bounds": Bounds(least=0)}
+    )  # the first dims of a head, which rotate; 0: all
     delta_heads: int  # of values
     delta_key_heads: int  # of queries and keys; divides delta_heads
     delta_key_dim: int
@@ -217,14 +220,14 @@ class Qwen3Next(Decoder):
     axes = AXES
     make_layers = unlike_layers.make_layers
     run_layers = unlike_layers.run_layers
-    objective = mtp.objective
-    mtp: mtp.MTPHead | None
+    objective = objective_with_mtp
+    mtp: MTPHead | None
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         norm = functools.partial(RMSNorm, eps=config.norm_eps, zero_centered=True)
         super().__init__(config, Layer, norm(config.embed), rngs=rngs)
         layer = functools.partial(Layer, stack=ATTENTION)
-        self.mtp = mtp.MTPHead(config, layer, norm, rngs=rngs) if config.mtp_depth else None
+        self.mtp = MTPHead(config, layer, norm, rngs=rngs) if config.mtp_depth else None
 
     @property
     def costs(self) -> dict[str, float]:

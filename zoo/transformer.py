@@ -27,6 +27,7 @@ jax.jit does not notice when the rules change: use a separate jitted function fo
 
 import dataclasses
 import functools
+from typing import Self
 
 from flax import nnx
 
@@ -60,58 +61,58 @@ class Config(Compute):
     tie_embeddings: bool = True
 
     @classmethod
-    def tiny(cls) -> "Config":
+    def tiny(cls) -> Self:
         """123,200 parameters. For tests: every sharded dim is divisible by 8."""
         return cls(384, 64, 2, num_heads=16, num_kv_heads=8, head_dim=8, mlp=128)
 
     @classmethod
-    def small(cls) -> "Config":
+    def small(cls) -> Self:
         """853,120 parameters. The laptop default, with bytes as tokens."""
         small = cls(384, 128, 4, num_heads=8, num_kv_heads=8, head_dim=16, mlp=352)
         return dataclasses.replace(small, remat="dots")
 
     @classmethod
-    def medium(cls) -> "Config":
+    def medium(cls) -> Self:
         """3,213,568 parameters. With bytes as tokens; published as transformer.stdlib_3m."""
         medium = cls(384, 256, 4, num_heads=8, num_kv_heads=8, head_dim=32, mlp=672)
         return dataclasses.replace(medium, remat="dots")
 
     @classmethod
-    def gpt2_124m(cls) -> "Config":
+    def gpt2_124m(cls) -> Self:
         """123,587,328 parameters. GPT-2's shape, vocabulary padded to a multiple of 128."""
         return cls(50_304, 768, 12, num_heads=12, num_kv_heads=12, head_dim=64, mlp=2_048)
 
     @classmethod
-    def llama_1b(cls) -> "Config":
+    def llama_1b(cls) -> Self:
         """1,235,814,400 parameters. Llama 3.2 1B."""
         llama = cls(128_256, 2_048, 16, num_heads=32, num_kv_heads=8, head_dim=64, mlp=8_192)
         scaling = Llama3(32.0, 1.0, 4.0, 8_192)
         return dataclasses.replace(llama, rope_theta=5e5, rope_scaling=scaling)
 
     @classmethod
-    def llama_8b(cls) -> "Config":
+    def llama_8b(cls) -> Self:
         """8,030,261,248 parameters. Llama 3 8B."""
         llama = cls(128_256, 4_096, 32, num_heads=32, num_kv_heads=8, head_dim=128, mlp=14_336)
         return dataclasses.replace(llama, rope_theta=5e5, tie_embeddings=False)
 
     @classmethod
-    def llama_70b(cls) -> "Config":
+    def llama_70b(cls) -> Self:
         """70,553,706,496 parameters. Llama 3 70B."""
         llama = cls(128_256, 8_192, 80, num_heads=64, num_kv_heads=8, head_dim=128, mlp=28_672)
         return dataclasses.replace(llama, rope_theta=5e5, tie_embeddings=False)
 
     @classmethod
-    def llama31_8b(cls) -> "Config":
+    def llama31_8b(cls) -> Self:
         """8,030,261,248 parameters. Llama 3.1 8B, for rows of 131,072 tokens."""
         return dataclasses.replace(cls.llama_8b(), rope_scaling=LLAMA31)
 
     @classmethod
-    def llama31_70b(cls) -> "Config":
+    def llama31_70b(cls) -> Self:
         """70,553,706,496 parameters. Llama 3.1 70B, for rows of 131,072 tokens."""
         return dataclasses.replace(cls.llama_70b(), rope_scaling=LLAMA31)
 
     @classmethod
-    def llama31_405b(cls) -> "Config":
+    def llama31_405b(cls) -> Self:
         """405,853,388,800 parameters. Llama 3.1 405B, for rows of 131,072 tokens."""
         llama = cls(128_256, 16_384, 126, num_heads=128, num_kv_heads=8, head_dim=128, mlp=53_248)
         scaled = dataclasses.replace(llama, rope_theta=5e5, rope_scaling=LLAMA31)

@@ -33,7 +33,7 @@ class Bounds:
     choices: Collection[Any] = ()  # (): any
 
 
-def bounded(default: Any = dataclasses.MISSING, *, least: float, most: float = math.inf) -> Any:
+def bounded(default: Any, *, least: float, most: float = math.inf) -> Any:
     """A field whose numbers are from `least` to `most`; None is allowed where it is the default."""
     metadata = {"bounds": Bounds(least=least, most=most)}
     return dataclasses.field(default=default, metadata=metadata)

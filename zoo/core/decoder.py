@@ -119,14 +119,14 @@ class Decoder(nnx.Module):
         """What the batch's positions attend to; `more`: see attention.make_inputs."""
         return make_inputs(self.config, batch.tokens, batch.segment_ids, batch.targets, **more)
 
-    def begin(self, tables, tokens_BT, inputs: AttentionInputs, **more):
+    def begin(self, tables, tokens_BT, inputs: AttentionInputs, **more) -> tuple[Any, Any]:
         """The input of the stacked layers, and what a cache keeps of layers before them, or None.
 
         `more`: see `embed_tokens`.
         """
         return self.embed_tokens(tables, tokens_BT, inputs, **more), None
 
-    def embed_tokens(self, tables, tokens_BT, inputs: AttentionInputs):
+    def embed_tokens(self, tables, tokens_BT, inputs: AttentionInputs) -> Any:
         """The embeddings of tokens, [B, T, D]."""
         return look_up(tables[0], tokens_BT)
 
@@ -137,7 +137,7 @@ class Decoder(nnx.Module):
         )
         return x_BTD, kept, metrics
 
-    def scan(self, layers, x_BTD, inputs: AttentionInputs):
+    def scan(self, layers, x_BTD, inputs: AttentionInputs) -> tuple[Any, Any]:
         """Runs layers of one kind, given with their `cache_index`; see stack.scan_layers."""
         (kind,) = self.config.kinds
         run_layer = functools.partial(self.run_layer, inputs, kind=kind)

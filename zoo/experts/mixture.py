@@ -313,7 +313,7 @@ def choose(
     cumsum = functools.partial(jnp.cumsum, axis=1)
     if mesh_axes("seq"):  # devices exchange these small numbers
         cumsum = auto(cumsum, "batch", "seq", "router")
-    layout = config.row_layout(taken_BTE.shape[1])
+    layout = config.row_layout(logits_BTE.shape[1])
     natural_BTE = layout.reorder(taken_BTE, "router", back=True)
     before_BTE = layout.reorder(cumsum(natural_BTE), "router") - taken_BTE
     place = [jnp.where(best_BTE, before_BTE, 0).sum(axis=-1) for best_BTE in taken]

@@ -52,7 +52,8 @@ class ComputeOptions(Compute):
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", read_scaling(self.rope_scaling))
         if self.layer_kinds:
-            kinds = (AttentionType(*kind) for kind in self.layer_kinds)
+            stored: Any = self.layer_kinds
+            kinds = (AttentionType(*kind) for kind in stored)
             kinds = tuple(k._replace(rope_scaling=read_scaling(k.rope_scaling)) for k in kinds)
             object.__setattr__(self, "layer_kinds", kinds)
         super().__post_init__()

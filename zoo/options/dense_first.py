@@ -6,6 +6,7 @@ pipeline, they are part of the first stage.
 """
 
 import functools
+from typing import Any
 
 from flax import nnx
 
@@ -16,29 +17,29 @@ from .periods import scan_kinds
 DENSE_STACK = "dense_stack"  # the logical axis of L in front of their weights
 
 
-def make_layers(model, layer, rngs: nnx.Rngs) -> None:
+def make_layers(self, layer, rngs: nnx.Rngs) -> None:
     """`Decoder.make_layers`."""
-    config = model.config
+    config = self.config
     first = config.dense_layers
     if first:
         make_dense = functools.partial(layer, config, dense=True)
-        model.dense = stack(make_dense, first, rngs, axis=DENSE_STACK)
+        self.dense = stack(make_dense, first, rngs, axis=DENSE_STACK)
     make_layer = functools.partial(layer, config)
-    model.layers = stack(make_layer, config.num_layers - first, rngs)
+    self.layers = stack(make_layer, config.num_layers - first, rngs)
 
 
-def begin(model, tables, tokens_BT, inputs: AttentionInputs, **more):
+def begin(self, tables, tokens_BT, inputs: AttentionInputs, **more) -> tuple[Any, Any]:
     """`Decoder.begin`: the output of the first layers, and what a cache keeps of them, or None."""
-    x_BTD = model.embed_tokens(tables, tokens_BT, inputs, **more)
-    if not model.config.dense_layers:
+    x_BTD = self.embed_tokens(tables, tokens_BT, inputs, **more)
+    if not self.config.dense_layers:
         return x_BTD, None
-    x_BTD, kept, _ = run_stack(model, model.dense, x_BTD, inputs, first=0)
+    x_BTD, kept, _ = run_stack(self, self.dense, x_BTD, inputs, first=0)
     return x_BTD, kept
 
 
-def run_layers(model, x_BTD, inputs: AttentionInputs):
+def run_layers(self, x_BTD, inputs: AttentionInputs):
     """`Decoder.run_layers`: the other layers."""
-    return run_stack(model, model.layers, x_BTD, inputs, first=model.config.dense_layers)
+    return run_stack(self, self.layers, x_BTD, inputs, first=self.config.dense_layers)
 
 
 def run_stack(model, layers, x_BTD, inputs: AttentionInputs, first: int):

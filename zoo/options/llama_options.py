@@ -88,7 +88,7 @@ def make_norms(config) -> tuple[RMSNorm | None, RMSNorm | None]:
     return before, norm() if config.norms != "before" else None
 
 
-def embed_scaled(model, tables, tokens_BT, inputs) -> jax.Array:
+def embed_scaled(self, tables, tokens_BT, inputs) -> jax.Array:
     """`Decoder.embed_tokens` times config.embed_scale."""
     x_BTD = look_up(tables[0], tokens_BT)
-    return x_BTD if model.config.embed_scale == 1 else x_BTD * model.config.embed_scale
+    return x_BTD if self.config.embed_scale == 1 else x_BTD * self.config.embed_scale

@@ -1,6 +1,6 @@
 """Multi-token prediction: a head that predicts the token after the next one, for training.
 
-A model that may have the head makes it in `mtp` and takes `objective` as its method.
+A model that may have the head makes it in `mtp` and takes `objective_with_mtp` as its `objective`.
 
 Shapes: B batch, T positions, D embed.
 """
@@ -58,48 +58,48 @@ class MTPHead(nnx.Module):
         return x_BTD, metrics
 
 
-def objective(model, batch: Batch) -> Objective:
+def objective_with_mtp(self, batch: Batch) -> Objective:
     """`Decoder.objective`, with a head plus the cross entropy at the second-next tokens times
     config.mtp_weight.
 
     `aux` has it as "mtp", and the metrics of the head's layer come last. Raises ValueError if the
     rules split the layers.
     """
-    if model.mtp is None:
-        return Decoder.objective(model, batch)
+    if self.mtp is None:
+        return Decoder.objective(self, batch)
     if shards("layers") > 1:
         raise ValueError("a pipeline has no stage for the layer of mtp_depth=1; use mtp_depth=0")
-    config = model.config
+    config = self.config
     next_BT = following(batch.tokens, 0)
     second_BT = following(batch.targets, -1)
     if batch.segment_ids is not None:  # not into another document
         same_BT = following(batch.segment_ids, -1) == batch.segment_ids
         second_BT = jnp.where(same_BT, second_BT, -1)
     layout = config.row_layout(batch.tokens.shape[1])
-    batch = model.on_devices(batch)
+    batch = self.on_devices(batch)
     next_BT = layout.reorder(next_BT)
     second_BT = layout.reorder(second_BT)
-    tables = model.tables()
-    x_BTD, metrics = model.run_batch(tables, batch)
-    x_BTD = model.final_norm(x_BTD)
+    tables = self.tables()
+    x_BTD, metrics = self.run_batch(tables, batch)
+    x_BTD = self.final_norm(x_BTD)
     total, count = cross_entropy(x_BTD, tables[-1], batch.targets, config)
 
     def run_head(head, x_BTD, next_BTD):
-        head = config.use_layer(head, model.axes)  # inside remat, which gathers again
-        inputs = model.inputs_of(batch._replace(targets=second_BT))
+        head = config.use_layer(head, self.axes)  # inside remat, which gathers again
+        inputs = self.inputs_of(batch._replace(targets=second_BT))
         kind = config.kinds[-1]  # of a period, whose last layer attends
         return head(x_BTD, next_BTD, inputs, kind)
 
     run_head = jax.checkpoint(run_head, policy=config.remat_policy)
-    x_BTD, head_metrics = run_head(model.mtp, x_BTD, look_up(tables[0], next_BT))
-    x_BTD = model.mtp.final_norm(x_BTD)  # outside of remat, which would repeat the layer for it
+    x_BTD, head_metrics = run_head(self.mtp, x_BTD, look_up(tables[0], next_BT))
+    x_BTD = self.mtp.final_norm(x_BTD)  # outside of remat, which would repeat the layer for it
     mtp_total, mtp_count = cross_entropy(x_BTD, tables[-1], second_BT, config)
     metrics = {
         name: jnp.concatenate([metric, head_metrics[name][None]])
         for name, metric in metrics.items()
     }
     return Objective(
-        total=model.add_costs(total, metrics) + config.mtp_weight * mtp_total,
+        total=self.add_costs(total, metrics) + config.mtp_weight * mtp_total,
         count=count,
         aux={"loss": (total, count), "mtp": (mtp_total, mtp_count)},
         metrics=metrics,

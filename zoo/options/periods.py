@@ -14,16 +14,16 @@ from jax.sharding import AxisType, PartitionSpec
 from ..core.stack import remat_input, scan_layers
 
 
-def scan_kinds(model, layers, x_BTD, inputs, first: int = 0):
-    """`Decoder.scan` of layers of the kinds in model.config.kinds.
+def scan_kinds(self, layers, x_BTD, inputs, first: int = 0):
+    """`Decoder.scan` of layers of the kinds in self.config.kinds.
 
     Args:
       first: the number of the first layer, which is of kind `first` mod len(kinds).
     """
-    config = model.config
+    config = self.config
     start = first % len(config.kinds)
     kinds = config.kinds[start:] + config.kinds[:start]
-    run_layer = functools.partial(model.run_layer, inputs)
+    run_layer = functools.partial(self.run_layer, inputs)
     return scan_by_kind(run_layer, x_BTD, layers, kinds, config.remat_policy, config.unroll)
 
 

@@ -17,12 +17,12 @@ from .cache import CachedInputs
 from .periods import scan_periods
 
 
-def make_layers(model, layer, rngs: nnx.Rngs) -> None:
+def make_layers(self, layer, rngs: nnx.Rngs) -> None:
     """`Decoder.make_layers`: `layers` is a dict of stacks."""
-    config = model.config
+    config = self.config
     period = config.period
     names = [period[l % len(period)] for l in range(config.num_layers)]
-    model.layers = nnx.Dict(
+    self.layers = nnx.Dict(
         {
             name: stack(functools.partial(layer, config, name), names.count(name), rngs)
             for name in dict.fromkeys(names)
@@ -30,15 +30,15 @@ def make_layers(model, layer, rngs: nnx.Rngs) -> None:
     )
 
 
-def run_layers(model, x_BTD, inputs):
+def run_layers(self, x_BTD, inputs):
     """`Decoder.run_layers`; a cache keeps a dict, stack → what its layers keep."""
-    config = model.config
+    config = self.config
     is_cached = isinstance(inputs, CachedInputs)
     stacks = {
         name: (layers, inputs.of_stack(name, layers) if is_cached else None)
-        for name, layers in model.layers.items()
+        for name, layers in self.layers.items()
     }
-    run_layer = functools.partial(model.run_layer, inputs)
+    run_layer = functools.partial(self.run_layer, inputs)
     x_BTD, outputs = scan_periods(
         run_layer, x_BTD, stacks, config.kinds, config.remat_policy, config.period
     )

@@ -26,49 +26,49 @@ def check(config) -> None:
             raise ValueError(f"lora_targets has {name!r}, which is not one of {', '.join(targets)}")
 
 
-def add_adapters(config, module: nnx.Module, rngs: nnx.Rngs, **contracted: int) -> None:
+def add_adapters(self, module: nnx.Module, rngs: nnx.Rngs, **contracted: int) -> None:
     """Gives a new module an Adapter (lora.py) for each of its weights that lora_targets lists.
 
     Args:
       contracted: a weight that can have one → how many dims of its input it contracts.
     """
-    if not config.lora_rank:
+    if not self.lora_rank:
         return
     from .lora import make_adapters
 
-    module.lora = make_adapters(module, config, rngs, contracted)
+    module.lora = make_adapters(module, self, rngs, contracted)
 
 
-def use_layer(config, layer, axes: AxisNames):
+def use_layer(self, layer, axes: AxisNames):
     """Config.use_layer: multiplies in `matmul`; devices add gradients in `reduce_dtype`."""
-    if config.reduce_dtype:
-        used = use_weights(config, layer, axes)
-    elif config.matmul:
+    if self.reduce_dtype:
+        used = use_weights(self, layer, axes)
+    elif self.matmul:
         from .low_precision import lowered
 
-        used = lowered(layer, in_use(layer, axes.in_use, config.dtype), axes.in_use, config)
+        used = lowered(layer, in_use(layer, axes.in_use, self.dtype), axes.in_use, self)
     else:
-        used = in_use(layer, axes.in_use_by_layers, config.dtype)
-    if not config.lora_rank:
+        used = in_use(layer, axes.in_use_by_layers, self.dtype)
+    if not self.lora_rank:
         return used
     from .lora import adapted
 
     return adapted(used)
 
 
-def use_weights(config, weights, axes: AxisNames):
+def use_weights(self, weights, axes: AxisNames):
     """Config.use_weights: devices add the weights' gradients in `reduce_dtype`."""
-    if not config.reduce_dtype:
-        return in_use(weights, axes.in_use, config.dtype)
+    if not self.reduce_dtype:
+        return in_use(weights, axes.in_use, self.dtype)
     from .float32_sums import wide_in_use
 
-    return wide_in_use(weights, axes.in_use, config.dtype)
+    return wide_in_use(weights, axes.in_use, self.dtype)
 
 
-def use_table(config, table: nnx.Param) -> jax.Array:
+def use_table(self, table: nnx.Param) -> jax.Array:
     """Config.use_table: devices add the table's gradients in `reduce_dtype`."""
-    if not config.reduce_dtype:
-        return table_copies(table, config.dtype)
+    if not self.reduce_dtype:
+        return table_copies(table, self.dtype)
     from .float32_sums import summed_in_float32
 
-    return summed_in_float32(table_copies, table, config.dtype)
+    return summed_in_float32(table_copies, table, self.dtype)

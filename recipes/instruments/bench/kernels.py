@@ -93,12 +93,13 @@ def check(
 def errors(kernel: str, shape: Shape, dtype: str, seed: int = 0) -> dict[str, float]:
     """‖kernel - reference‖ / ‖reference‖ for the output and the gradients of q, k and v."""
     arguments = inputs(shape, dtype, seed)
-    results = forward_and_backward(kernel, shape, dtype)(*arguments)
+    q, k, v, grad, ids = arguments
+    results = forward_and_backward(kernel, shape, dtype)(q, k, v, grad, ids)
     # On the CPU, because XLA is slow to choose a GPU's kernels for exact float32.
     *arrays, ids = jax.device_put(arguments, jax.local_devices(backend="cpu")[0])
-    exact = [x.astype(jnp.float32) for x in arrays]
+    q, k, v, grad = (x.astype(jnp.float32) for x in arrays)
     with jax.default_matmul_precision("highest"):
-        wanted = forward_and_backward("xla", shape, "float32")(*exact, ids)
+        wanted = forward_and_backward("xla", shape, "float32")(q, k, v, grad, ids)
     return {
         name: float(np.linalg.norm(np.asarray(a, np.float32) - np.asarray(b)) / np.linalg.norm(b))
         for name, a, b in zip(("output", "dq", "dk", "dv"), results, wanted, strict=True)
@@ -130,10 +131,11 @@ def forward_and_backward(kernel: str, shape: Shape, dtype: str):
 
 def seconds(kernel: str, shape: Shape, dtype: str, times: int) -> float:
     """Mean seconds of a forward and backward pass, over `times` passes after a warm-up."""
-    call, arguments = forward_and_backward(kernel, shape, dtype), inputs(shape, dtype)
-    jax.block_until_ready(call(*arguments))
+    call = forward_and_backward(kernel, shape, dtype)
+    q, k, v, grad, ids = inputs(shape, dtype)
+    jax.block_until_ready(call(q, k, v, grad, ids))
     start = time.perf_counter()
     for _ in range(times):
-        result = call(*arguments)
+        result = call(q, k, v, grad, ids)
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / times
