@@ -1,8 +1,7 @@
 """Decoder: what all decoder-only language models share, from tokens to logits and the loss.
 
 A model's file has its Config, its Layer and what differs; this one is read once. Methods of a model,
-and of its Config (config.Compute), are where options replace a part: options/cache.py generates,
-options/log_probs.py has losses that compare answers.
+and of its Config (config.Compute), are where options replace a part.
 
 Shapes: B batch, T positions, D embed, V vocab, L layers, R shards of B and T.
 """
