@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .sharding import (
+from .core.sharding import (
     AxisNames, Rules, check_rules, complete_tables, constrain, explicit, in_use, param, zeros,
 )  # fmt: skip
 
