@@ -45,10 +45,10 @@ from tests.support.entries import (
 )
 from tests.support.proof import BYTES
 from zoo import dot_relu_dot, mlp
-from zoo.core import attention, decoder, layers, sharding, stack, vocabulary
+from zoo.core import attention, config, decoder, layers, sharding, stack, vocabulary
 from zoo.core.sharding import optimizer_axes
 from zoo.kernels import choice as kernels  # fmt: skip
-from zoo.options import cache
+from zoo.options import cache, weights
 from zoo.parallel import context
 
 pytestmark = pytest.mark.promise("strategies-send")
@@ -650,7 +650,9 @@ def replace(monkeypatch):
                 attention,
                 context,
                 cache,
+                config,
                 decoder,
+                weights,
                 dot_relu_dot,
                 mlp,
             )
