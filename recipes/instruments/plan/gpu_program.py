@@ -22,7 +22,7 @@ FUNCTIONS = {
     "loss": r"cross_entrop|_nats|_sums_and_gradients",
     "embeddings": r"look_up|Decoder\.(begin|embed_tokens)",
     "residual stream": r"add_output",
-    "weights in use": r"in_use|layer_in_use|table_copies",
+    "weights in use": r"in_use|use_layer|use_weights|table_copies",
     "optimizer": r"apply_gradients|apply_updates|update_fn|TrainStep",
 }
 STACKS = "stacks of a scan"  # slices of weights and activations, read and written

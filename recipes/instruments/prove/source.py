@@ -35,10 +35,10 @@ def source_line(eqn: JaxprEqn, folder: pathlib.Path) -> str:
 
 
 def line_of(frames: Iterable[Frame], folder: pathlib.Path) -> str:
-    """The innermost of some calls that is in the folder; "" if none is."""
+    """The innermost of some calls that is in the folder or in a room of it; "" if none is."""
     for frame in frames:
         path = pathlib.Path(frame.file)
-        if path.parent == folder and path.name != KIT:
+        if folder in (path.parent, path.parent.parent) and path.name != KIT:
             return f"{path.name}:{frame.line}"
     return ""
 
