@@ -44,7 +44,7 @@ from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from tests.support.runs import records
-from zoo.core.attention import attend
+from zoo.core.attention import RowLayout, attend
 from zoo.core.strategies import DECODER
 from zoo.core.vocabulary import positions_at_once
 from zoo.kernels import splash, triton
@@ -59,6 +59,7 @@ from zoo.kernels.choice import (
 from zoo.kernels.flash import TILE
 from zoo.kernels.splash import may_see
 from zoo.llama_relatives import RULES, Config, Transformer
+from zoo.parallel.context import AllToAll
 from zoo.sizes import TRANSFORMER as SIZES
 
 pytestmark = pytest.mark.promise("attention")
@@ -535,8 +536,9 @@ def test_a_copied_file_has_its_kernel_on_any_kind_of_mesh(kind, rules):
     ids = documents(4, 128)
     given = jax.device_put((q, k, v, ids), jax.NamedSharding(mesh, PartitionSpec()))
     rules = dict.fromkeys(DECODER.logical_axes) | rules if rules else {}
+    layout = AllToAll() if rules.get("seq") else RowLayout()
     with jax.set_mesh(mesh), nnx.logical_axis_rules(tuple(rules.items())):
-        ours = jax.jit(lambda *qkvs: attend(*qkvs, kernel="splash"))(*given)
+        ours = jax.jit(lambda *qkvs: attend(*qkvs, kernel="splash", layout=layout))(*given)
     np.testing.assert_allclose(ours, plain(q, k, v, ids, None), atol=1e-5)
     lies = PartitionSpec(*map(rules.get, ("batch", "seq", "heads")), None)
     assert ours.sharding.is_equivalent_to(jax.NamedSharding(mesh, lies), 4)
@@ -727,6 +729,7 @@ import dataclasses, sys
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from recipes.instruments.bench.common import make_step
+from zoo.parallel.context import AllToAll
 from zoo.llama_relatives import Config
 
 def trace(platform, kind):

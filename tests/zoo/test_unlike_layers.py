@@ -109,8 +109,9 @@ def projected(x, module, name: str):
     """The product with a weight, plus (x · A) · B · scale where it has an adapter."""
     contracted = 2 if name == "o" else 1
     y = jnp.tensordot(x, getattr(module, name)[...], contracted)
-    if name in module.lora:
-        lora = module.lora[name]
+    adapters = vars(module).get("lora", {})  # only with adapters
+    if name in adapters:
+        lora = adapters[name]
         y += jnp.tensordot(jnp.tensordot(x, lora.a[...], contracted), lora.b[...], 1) * lora.scale
     return y
 
@@ -125,7 +126,7 @@ def one_layer(x_BTD, layer, turns_TH, seen_BTS):
     """A layer's output, and the figures of its experts if it has any."""
     y, module = normed(x_BTD, layer.attention_norm), layer.attention
     q, k, v = (projected(y, module, name) for name in "qkv")
-    if module.config.qk_norm:
+    if module.q_norm is not None:
         q, k = normed(q, module.q_norm), normed(k, module.k_norm)
     q, k = turned(q, turns_TH), turned(k, turns_TH)
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
