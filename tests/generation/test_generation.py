@@ -171,7 +171,7 @@ def test_logits_of_padded_prompts_are_those_of_their_own_length(scaling):
     tokens_BT = random.integers(0, 384, (3, 32)).astype(np.int32)
     lengths_B = np.array([3, 20, 25], np.int32)
     found_BV, cache = jax.jit(lambda t, n: zoo_cache.prefill(model, t, n, 40))(tokens_BT, lengths_B)
-    more_BV, _ = jax.jit(model.decode)(tokens_BT[:, 0], cache)
+    more_BV, _ = jax.jit(lambda t, c: zoo_cache.decode(model, t, c))(tokens_BT[:, 0], cache)
     for b, length in enumerate(lengths_B):
         row = tokens_BT[b, 32 - length :]
         wanted_V = forward(row[None])[0, -1]
