@@ -27,7 +27,7 @@ from .options.compute_options import ComputeOptions
 from .core.decoder import Decoder
 from .core.config import factor
 from .core.layers import AttentionType, GatedMLP, RMSNorm, RopeScaling, add_output
-from .kernels.choice import soft_cap
+from .kernels.shared import soft_cap
 from .options.periods import scan_kinds
 from .options.rope_scaling import Linear
 from .core.sharding import Rules, complete_tables

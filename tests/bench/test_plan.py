@@ -52,7 +52,6 @@ from zoo.experts.mixture import EXPERT_REMAT
 from zoo.experts.slots import CAPACITY
 from zoo.kernels import splash
 from zoo.llama_relatives import Config, Transformer
-from zoo.moe import MoE
 from zoo.recurrent import delta
 
 pytestmark = pytest.mark.promise("bench")
@@ -69,10 +68,9 @@ def small_plan(devices: str = "cpu:8", entry: str = "transformer", rows: int = 1
 # ---- what is planned ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [Transformer, MoE])
-def test_every_mesh_that_works_is_planned_and_no_other(model):
-    entry = model.__module__.rpartition(".")[2]
-    zoo = entries.zoo_file(entry)
+@pytest.mark.parametrize("entry", ["transformer", "moe"])
+def test_every_mesh_that_works_is_planned_and_no_other(entry):
+    zoo, model = entries.zoo_file(entry), entries.model(entry)
     found = small_plan(entry=entry)
     planned = {(x.layout.strategy, describe(dict(x.layout.mesh.shape))) for x in found.ranked}
     works = set()

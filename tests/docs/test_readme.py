@@ -448,6 +448,7 @@ def test_the_loop_that_is_shown_moves_buffers_as_the_recipe_does(tmp_path, quick
 def test_the_loop_that_is_shown_trains_adapters_alone(tmp_path):
     """copying.md: split by nnx.LoRAParam instead of nnx.Param."""
     shown = block("python: copy").replace("nnx.Param", "nnx.LoRAParam")
+    shown = shown.replace("mine.transformer", "mine.llama_relatives")  # which has the options
     shown = shown.replace("Config.tiny()", "Config(**Config.tiny().__dict__ | {'lora_rank': 2})")
     check = """
 first = nnx.merge(*build()).layers.attention.q[...]

@@ -35,7 +35,7 @@ from tests.support.quick import QUICK
 from zoo.core import decoder
 from zoo.core.attention import RowLayout, attend
 from zoo.kernels import splash
-from zoo.kernels.choice import Settings
+from zoo.kernels.shared import Settings
 from zoo.options.rope_scaling import LongRope
 from zoo.parallel import context
 

@@ -328,8 +328,8 @@ def test_chunks_move_by_permutations():
 MUTATIONS = {
     "a tick late": ("unit = t - self.index\n", "unit = t - self.index + 1\n"),
     "segments of the first microbatch": (
-        "positions_of(self.rows(m))",
-        "positions_of(self.rows(0))",
+        "x, model.inputs_of(self.rows(m))",
+        "x, model.inputs_of(self.rows(0))",
     ),
     "a stage's gradient counted on all": ("difference(*inside)", "union()"),
     "the last stage's loss on all": ("self.index * size, size", "0 * size, size"),

@@ -48,15 +48,9 @@ from zoo.core.attention import RowLayout, attend
 from zoo.core.strategies import DECODER
 from zoo.core.vocabulary import positions_at_once
 from zoo.kernels import splash, triton
-from zoo.kernels.choice import (
-    FLASH_FROM,
-    TRITON_BLOCK,
-    Choice,
-    Settings,
-    block_of,
-    blockwise,
-)
+from zoo.kernels.choice import FLASH_FROM, Choice, blockwise
 from zoo.kernels.flash import TILE
+from zoo.kernels.shared import TRITON_BLOCK, Settings, block_of
 from zoo.kernels.splash import may_see
 from zoo.llama_relatives import RULES, Config, Transformer
 from zoo.parallel.context import AllToAll

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 
 from ..core.layers import dot
 from ..core.sharding import constrain, device, mesh_axes, reshape, shards
+from .shared import NOT_SEEN, Settings, block_of, compute_capability, in_window, is_target
 
 JOINABLE = ("flash", "splash", "triton")  # outputs for several parts of the keys can be joined
 KERNELS = ("auto", "xla", *JOINABLE, "cudnn")  # valid values of Config.attention
-NOT_SEEN = -1e30  # a score without weight
-TRITON_BLOCK = 64  # most queries, and keys, of one step of `triton`
 LONGEST_MASK = 8_192  # positions up to which GPUs before Hopper get a mask of T × T for segments
 FLASH_FROM = 8_192  # positions from which `flash` is faster on CPUs than `blockwise`
 
@@ -108,26 +107,7 @@ def _obstacle_of_cudnn(request: Request, capability: float) -> str:
     return ""
 
 
-def block_of(seq_len: int, window: int | None = None) -> int:
-    """Positions in a block of the TPU kernel; 0 if it doesn't support rows of this length.
-
-    Blocks of 1,024 spare more passes over scores than they compute beyond a causal mask: a row of
-    8,192 takes a fifth fewer cycles than with 512. Beyond a narrow window they compute more.
-    """
-    largest = (1_024,) if window is None or window >= 1_024 else ()
-    return next((block for block in (*largest, 512, 384, 256, 128) if seq_len % block == 0), 0)
-
-
-def compute_capability(kind: str) -> float:
-    """The CUDA compute capability of a kind of GPU; 0.0 for AMD GPUs."""
-    for gpu in jax.devices():
-        text = str(getattr(gpu, "compute_capability", ""))
-        if gpu.device_kind == kind and text.replace(".", "").isdigit():
-            return float(text)
-    return 9.0 if "NVIDIA" in kind else 0.0  # compiling for a GPU that this machine lacks
-
-
-def on_device(kernel: str, settings: "Settings", q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
+def on_device(kernel: str, settings: Settings, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N):
     """One device's part of attention by a kernel other than XLA's: [B, T, N, H]."""
     if kernel == "cudnn":
         from .cudnn import cudnn
@@ -150,35 +130,6 @@ def cross_entropies(logits_RMV: jax.Array, targets_RM: jax.Array) -> jax.Array:
 
 
 # ---- the kernel of XLA ---------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Static settings of a kernel on one device."""
-
-    positions: int  # T on the device
-    window: int | None
-    causal: bool = True  # False: a position sees later ones too
-    soft_cap: float | None = None
-    ring: tuple[str, ...] = ()  # mesh axes that split T between devices
-    devices: int = 1  # on the ring
-    striped: bool = False  # whether device d of n has the positions d, d + n, d + 2n, …
-    around: Any = None  # makes of a kernel's two functions those for the keys of all devices
-
-
-def is_target(logits_RMV: jax.Array, targets_RM: jax.Array) -> jax.Array:
-    """Where the logits of the targets are, bool [R, M, V]."""
-    return jnp.arange(logits_RMV.shape[-1])[None, None] == targets_RM[..., None]
-
-
-def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """Limits x smoothly to ±cap (Bello et al. 2017); None: returns x."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
-
-
-def in_window(age, window: int | None, slack: int = 0):
-    """Whether a query sees a key that is `age` positions before it, in blocks `slack` more or less."""
-    return (age >= -slack) & (window is None or age < window + slack)
 
 
 def blockwise(

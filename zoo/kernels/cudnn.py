@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .choice import Settings, compute_capability
+from .shared import Settings, compute_capability
 from ..core.layers import dot
 from ..core.sharding import device
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .choice import NOT_SEEN, TRITON_BLOCK, Settings, in_window, soft_cap
+from .shared import NOT_SEEN, TRITON_BLOCK, Settings, in_window, soft_cap
 from ..core.layers import dot
 
 TILE = 512  # queries, and keys, of one step of `flash`

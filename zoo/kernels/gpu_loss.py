@@ -6,7 +6,7 @@ Shapes: R shards of B and T, M positions of one shard, V vocab.
 import jax
 import jax.numpy as jnp
 
-from .choice import is_target
+from .shared import is_target
 
 
 @jax.custom_vjp

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .choice import NOT_SEEN, Settings, block_of, in_window
+from .shared import NOT_SEEN, Settings, block_of, in_window
 from ..core.sharding import device
 
 COMPUTED = 512  # most keys of a block whose scores are computed at a time

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as gpu
 
-from .choice import NOT_SEEN, TRITON_BLOCK, Settings, compute_capability, in_window, soft_cap
+from .shared import NOT_SEEN, TRITON_BLOCK, Settings, compute_capability, in_window, soft_cap
 from ..core.layers import dot
 from ..core.sharding import device
 from .splash import may_see

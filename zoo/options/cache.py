@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..kernels.choice import NOT_SEEN, soft_cap
+from ..kernels.shared import NOT_SEEN, soft_cap
 from ..core.attention import AttentionInputs
 from ..core.layers import AttentionType, WeightInUse, dot, gather_positions
 from ..core.sharding import auto, constrain, explicit, mesh_axes, reshape, shards
@@ -78,7 +78,15 @@ class CachedInputs(AttentionInputs):
     seen: dict[AttentionType, jax.Array] = dataclasses.field(kw_only=True)  # [B, S], bool: slots
 
     def attend(
-        self, q_BTNH, k_BTKH, v_BTKH, kind, cache_index=None, *, soft_cap=None, sinks_N=None
+        self,
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        kind: AttentionType,
+        cache_index: Any = None,
+        *,
+        soft_cap: float | None = None,
+        sinks_N=None,
     ) -> jax.Array:
         past_k_BSKH, past_v_BSKH = self.cache.of_layer(cache_index)
         return attend_to_cache(

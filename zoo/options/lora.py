@@ -39,8 +39,8 @@ def adapted(layer):
     modules = dict(nnx.iter_modules(layer))
     for path, adapter in modules.items():
         if isinstance(adapter, Adapter):
-            *owner, _, name = path
-            module = modules[tuple(owner)]
+            *owner, _, key = path
+            module, name = modules[tuple(owner)], str(key)
             weight = vars(module)[name]
             setattr(
                 module,

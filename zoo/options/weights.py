@@ -3,6 +3,8 @@
 compute_options.py has them for decoders, and a Config of another model may take them likewise.
 """
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -26,7 +28,7 @@ def check(config) -> None:
             raise ValueError(f"lora_targets has {name!r}, which is not one of {', '.join(targets)}")
 
 
-def add_adapters(self, module: nnx.Module, rngs: nnx.Rngs, **contracted: int) -> None:
+def add_adapters(self, module: Any, rngs: nnx.Rngs, **contracted: int) -> None:
     """Gives a new module an Adapter (lora.py) for each of its weights that lora_targets lists.
 
     Args:

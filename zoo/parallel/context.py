@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..kernels.choice import NOT_SEEN, Settings
+from ..kernels.shared import NOT_SEEN, Settings
 from ..core.attention import RowLayout
 from ..core.sharding import Axis, constrain, mesh_axes, reshape, shards
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..kernels.choice import NOT_SEEN
+from ..kernels.shared import NOT_SEEN
 from ..core.layers import dot
 from ..core.sharding import mesh_axes, per_device, shards
 

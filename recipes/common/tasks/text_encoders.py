@@ -16,7 +16,7 @@ from recipes.common.hf.sentence_transformers import Sentences
 from recipes.common.runtime import Run
 from recipes.common.sharding import Tree
 from zoo.core.sharding import constrain, reshape
-from zoo.kernels.choice import NOT_SEEN
+from zoo.kernels.shared import NOT_SEEN
 from zoo.parts.classes import unit
 from zoo.parts.pairs import loss_of_pairs
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from recipes.common.runtime import UserError, describe
 from recipes.common.sharding import rules as sharding_rules
 from recipes.common.sharding.abstract import AbstractModel
-from recipes.common.sharding.layout import Layout
+from recipes.common.sharding.layout import Layout, check_periods
 from recipes.common.sharding.rules import Rules
 from recipes.common.sharding.shape import Shape
 from recipes.instruments.plan import search, step_memory, textbook
@@ -73,9 +73,11 @@ def _layout(job: Job, strategy: str, axes: dict[str, int]) -> Layout:
     requested = job.strategies[strategy]
     fitting, uneven = sharding_rules.fit(strategy, requested, job.abstract, mesh)
     build = functools.partial(job.abstract.merge, {})  # never called
-    return _with_shape(job, Layout(
+    layout = _with_shape(job, Layout(
         mesh, job.strategies, job.config, strategy, fitting, uneven, build, job.abstract, 0, 0
     ))  # fmt: skip
+    check_periods(layout)
+    return layout
 
 
 def _with_shape(job: Job, layout: Layout) -> Layout:

@@ -46,7 +46,7 @@ from recipes.instruments.plan.textbook import (
 from zoo.core.sharding import device
 from zoo.core.strategies import RESIDUAL_SEQ
 from zoo.experts.slots import CAPACITY
-from zoo.kernels.choice import block_of
+from zoo.kernels.shared import block_of
 from zoo.kernels.splash import visited_blocks
 from zoo.parallel.pipeline import microbatches, rounds, ticks
 
