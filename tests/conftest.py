@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterable
 
 gc.disable()  # until all tests are imported: measured, 20 CPU seconds instead of 25
@@ -115,16 +116,31 @@ def pytest_sessionfinish(session):
 def pytest_collection_modifyitems(config, items):
     release = config.getoption("--release") or _by_name(config)
     full = release or config.getoption("--full")
-    promise, slow = config.getoption("--promise"), durations.slow_tests()
+    promise = config.getoption("--promise")
+    slow, of_release = durations.listed(durations.SLOW), durations.listed(durations.OF_RELEASE)
 
     def chosen(item) -> bool:
         marker = item.get_closest_marker("promise")
-        is_kept = not promise or (marker is not None and marker.args == (promise,))
-        is_in_tier = full or not (item.get_closest_marker("full") or item.nodeid in slow)
-        return is_kept and is_in_tier and (release or not item.get_closest_marker("release"))
+        if promise and (marker is None or marker.args != (promise,)):
+            return False
+        is_full = item.get_closest_marker("full") or item.nodeid in slow
+        is_of_release = item.get_closest_marker("release") or item.nodeid in of_release
+        return release or (not is_of_release and (full or not is_full))
 
     config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
-    items[:] = [item for item in items if chosen(item)]
+    items[:] = in_order_of_programs([item for item in items if chosen(item)])
+
+
+def in_order_of_programs(items: list) -> list:
+    """Puts the tests of one compiled step next to each other: it is traced once and then let go."""
+    from tests.support.entries import CASES, case_of  # which imports this file
+
+    places = {case: place for place, case in enumerate(CASES)}
+    sharing = [i for i, item in enumerate(items) if item.path.name in SHARE_STEPS]
+    cases = {i: case_of(vars(items[i]).get("callspec", NO_ARGUMENTS).params) for i in sharing}
+    order = sorted(sharing, key=lambda i: places.get(cases[i], len(places)))
+    moved = dict(zip(sharing, order, strict=True))
+    return [items[moved.get(i, i)] for i in range(len(items))]
 
 
 def _by_name(config) -> bool:
@@ -142,13 +158,17 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return min(os.cpu_count() or 1, 8)
 
 
+SHARE_STEPS = ("test_meshes.py", "test_collectives.py")
+NO_ARGUMENTS = types.SimpleNamespace(params={})
+
+
 def group(test: str) -> str:
     """Tests of one group run on one worker and share fixtures and compiled programs."""
     path, _, case = test.partition("::")
     file = path.rpartition("/")[2]
     if file == "test_processes.py":
         return test  # nothing is shared
-    if file in ("test_meshes.py", "test_collectives.py", "test_published.py"):
+    if file in (*SHARE_STEPS, "test_published.py"):
         entry = next((name for name in ENTRIES if f"[{name}" in case), "")
         return f"{file}-{entry}" if file == "test_published.py" else entry
     return file

@@ -87,7 +87,8 @@ class DotReluDot(nnx.Module):
         """Squared error of a batch.
 
         Args:
-          x, y: [B, D], inputs and targets.
+          x: [B, D], inputs.
+          y: [B, D], targets.
           weight: [B]; 0 for rows that only pad the batch. None: all rows count.
 
         Returns: (sum of squared errors, number of outputs, aux), float32 scalars; aux maps a name

@@ -21,7 +21,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_for_filename
+from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 from recipes.common.entries import ENTRIES
@@ -71,8 +71,9 @@ def on_files(files: Files, config) -> Files:
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     site = [file for file in files if file.src_uri.startswith("assets/")]  # the theme's
+    pages = "".join((ROOT / path).read_text() for path in tracked if path.endswith(".md"))
     for path in tracked:
-        if "golden/" in path:
+        if "golden/" in path and f"{path.removeprefix('tests/')})" not in pages:
             continue
         if pathlib.Path(path).suffix in COPIED:
             site.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
@@ -125,10 +126,13 @@ def on_page_content(html: str, page, **_) -> str:
 def highlighted(path: str) -> str:
     """A file's text in HTML; empty for files that are not text."""
     try:
-        lexer = get_lexer_for_filename(path)
         text = (ROOT / path).read_text()
-    except (ClassNotFound, UnicodeDecodeError):
+    except UnicodeDecodeError:
         return ""
+    try:
+        lexer = get_lexer_for_filename(path)
+    except ClassNotFound:
+        lexer = TextLexer()
     html = highlight(
         text, lexer, HtmlFormatter(linenos="inline", linespans="L", cssclass="highlight")
     )

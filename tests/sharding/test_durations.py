@@ -1,7 +1,6 @@
 """The fast tier leaves out what was measured slow, but never all tests of a promise."""
 
 import ast
-import pathlib
 
 import pytest
 
@@ -19,8 +18,9 @@ def test_slow_tests_are_tests():
         for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.FunctionDef)
     }
-    slow = {name.partition("[")[0] for name in durations.slow_tests()}
-    assert slow <= functions, "run python -m tests.support.durations FILE slow"
+    listed = durations.listed(durations.SLOW) | durations.listed(durations.OF_RELEASE)
+    named = {name.partition("[")[0] for name in listed}
+    assert named <= functions, "run python -m tests.support.durations FILE tiers"
 
 
 def row(test: str, cpu: float, promise: str = "a", tier: str = "fast") -> dict:
@@ -37,10 +37,23 @@ def test_the_cheapest_of_a_promise_and_file_is_never_left_out():
     }  # fmt: skip
 
 
+def test_a_function_has_a_budget_in_the_full_tier():
+    """Its cheapest cases, and those of the fast tier whatever they take."""
+    cheap = durations.MOST_OF_FUNCTION / 2
+    rows = [row("x.py::f[b]", cheap + 1, tier="full"), row("x.py::f[a]", cheap, tier="full")]
+    rows += [row("x.py::f[fast]", 1e3), row("x.py::f[slow]", 2e3), row("x.py::alone", 1e3)]
+    rows += [row(f"{durations.FIRST}[a]", 1e3), row(f"{durations.FIRST}[b]", 1e3)]
+    wanted = {"x.py::f[b]": cheap + 1, "x.py::f[slow]": 2e3}
+    assert durations.choose_for_release(rows, ["x.py::f[slow]"]) == wanted
+
+
 def test_what_was_not_measured_again_stays(tmp_path, monkeypatch):
-    golden = tmp_path / "slow.txt"
-    golden.write_text("3.0 a.py::gone[x y]\n2.0 a.py::quick\n")
-    monkeypatch.setattr(durations, "SLOW", pathlib.Path(golden))
-    durations.rewrite_slow([row("a.py::quick", 0.1), row("a.py::new", 4.0)])
-    assert golden.read_text() == "3.0 a.py::gone[x y]\n4.0 a.py::new\n"
-    assert durations.slow_tests() == {"a.py::new", "a.py::gone[x y]"}
+    slow, of_release = tmp_path / "slow.txt", tmp_path / "release.txt"
+    slow.write_text("3.0 a.py::gone[x y]\n2.0 a.py::quick\n")
+    monkeypatch.setattr(durations, "SLOW", slow)
+    monkeypatch.setattr(durations, "OF_RELEASE", of_release)
+    dear = row("a.py::new[dear]", 99.0, tier="full")
+    durations.rewrite_tiers([row("a.py::quick", 0.1), row("a.py::new[x]", 4.0), dear])
+    assert slow.read_text() == "3.0 a.py::gone[x y]\n4.0 a.py::new[x]\n"
+    assert durations.listed(slow) == {"a.py::new[x]": 4.0, "a.py::gone[x y]": 3.0}
+    assert of_release.read_text() == "99.0 a.py::new[dear]\n"

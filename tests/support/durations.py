@@ -2,7 +2,7 @@
 
     pytest --full --durations-file=FILE         # measures
     python -m tests.support.durations FILE      # adds up by file, function, promise or test
-    python -m tests.support.durations FILE slow # rewrites tests/golden/slow_tests.txt
+    python -m tests.support.durations FILE tiers # rewrites tests/golden/slow_tests.txt, release_tests.txt
 
 A line of the file is one test as JSON: its promise and tier, its CPU seconds and those of processes
 that it started and waited for, and the programs that it compiled (name, CPU seconds) or read from the
@@ -10,8 +10,9 @@ cache. CPU seconds compare runs on a busy machine, which wall seconds don't. Fix
 module count towards the first test that uses them.
 
 The fast tier runs tests of up to MOST CPU seconds, and of each promise the cheapest test in each file,
-whatever it takes. Budgets are kept by numbers measured once, not by a clock in each run: a busy machine
-fails nobody.
+whatever it takes. The full tier runs those cases of a function that take up to MOST_OF_FUNCTION CPU seconds
+together, the cheapest first, but all cases of the functions in CHOSEN; a release runs all. Budgets are kept
+by numbers measured once, not by a clock in each run: a busy machine fails nobody.
 """
 
 import collections
@@ -28,11 +29,20 @@ import pytest
 COMPILING = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"
 NAME = "durations"  # of the property by which workers send them
-SLOW = pathlib.Path(__file__).parents[1] / "golden" / "slow_tests.txt"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+SLOW = GOLDEN / "slow_tests.txt"
+OF_RELEASE = GOLDEN / "release_tests.txt"
 MOST = 0.75  # CPU seconds of a test of the fast tier
+MOST_OF_FUNCTION = 25  # CPU seconds of a function's cases in the full tier
 # The first promise's own test: of the entry that most people read, and of axes of size 1.
 FIRST = "tests/sharding/test_meshes.py::test_same_start_losses_and_gradients"
 KEPT = (f"{FIRST}[transformer-", f"{FIRST}[dot_relu_dot-")
+# Their cases are chosen by what they prove: every pair of parallelisms, every family.
+CHOSEN = (
+    FIRST,
+    "tests/sharding/test_collectives.py::test_a_step_sends_what_its_strategy_promises",
+    "tests/hf/test_hf.py::test_logits_match_transformers",
+)
 
 
 def cpu_seconds() -> float:
@@ -113,13 +123,13 @@ class Writer:
         terminalreporter.write_line(next(table(rows, lambda row: "all tests", header=False), ""))
 
 
-# ---- the fast tier -------------------------------------------------------------------------------
+# ---- tiers ---------------------------------------------------------------------------------------
 
 
-def slow_tests() -> set[str]:
-    """Names of the tests that only `--full` runs because of what they cost."""
-    lines = SLOW.read_text().splitlines() if SLOW.exists() else []
-    return {line.partition(" ")[2] for line in lines}
+def listed(path: pathlib.Path) -> dict[str, float]:
+    """Test → CPU seconds, of the tests that a golden leaves to a longer tier."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: float(cpu) for cpu, _, name in (line.partition(" ") for line in lines)}
 
 
 def choose_slow(rows: list[dict]) -> dict[str, float]:
@@ -136,17 +146,39 @@ def choose_slow(rows: list[dict]) -> dict[str, float]:
     }
 
 
-def rewrite_slow(rows: list[dict]) -> None:
-    """Writes the golden. Tests that the rows lack stay as they were."""
-    lines = SLOW.read_text().splitlines() if SLOW.exists() else []
+def choose_for_release(rows: list[dict], slow: Iterable[str]) -> dict[str, float]:
+    """Test → CPU seconds, of those that the full tier leaves out.
+
+    Args:
+      slow: the tests that the fast tier leaves out. It runs no test that the full tier doesn't.
+    """
+    functions = collections.defaultdict(list)
+    for row in rows:
+        if not row["test"].startswith(CHOSEN):
+            functions[row["test"].partition("[")[0]].append(row)
+    chosen = {}
+    for cases in functions.values():
+        spent = 0.0
+        for row in sorted(cases, key=lambda row: row["cpu"]):
+            is_fast = row["tier"] == "fast" and row["test"] not in slow
+            if spent and spent + row["cpu"] > MOST_OF_FUNCTION and not is_fast:
+                chosen[row["test"]] = row["cpu"]
+            else:
+                spent += row["cpu"]
+    return chosen
+
+
+def rewrite_tiers(rows: list[dict]) -> None:
+    """Writes both goldens. Tests that the rows lack stay as they were."""
     measured = {row["test"] for row in rows}
-    seconds = {name: float(cpu) for cpu, _, name in (line.partition(" ") for line in lines)}
-    seconds = {
-        name: cpu
-        for name, cpu in seconds.items()
-        if name not in measured and not name.startswith(KEPT)
-    } | choose_slow(rows)
-    SLOW.write_text("".join(f"{cpu:.1f} {name}\n" for name, cpu in sorted(seconds.items())))
+
+    def rewrite(path: pathlib.Path, chosen: dict[str, float]) -> None:
+        others = {name: cpu for name, cpu in listed(path).items() if name not in measured}
+        lines = sorted((others | chosen).items())
+        path.write_text("".join(f"{cpu:.1f} {name}\n" for name, cpu in lines))
+
+    rewrite(SLOW, choose_slow(rows))
+    rewrite(OF_RELEASE, choose_for_release(rows, listed(SLOW)))
 
 
 # ---- reading such a file -------------------------------------------------------------------------
@@ -172,8 +204,8 @@ def table(rows: list[dict], key, header: bool = True) -> Iterable[str]:
 
 def main(path: str, by: str = "file", most: str = "40"):
     rows = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
-    if by == "slow":
-        rewrite_slow(rows)
+    if by == "tiers":
+        rewrite_tiers(rows)
         return
     keys = {
         "file": lambda row: row["test"].partition("::")[0],

@@ -223,6 +223,24 @@ FULL_CASES = [
     for name, strategy, mesh in CASES
     if name not in MANY_CASES or strategy in PAIRS_OF_PARALLELISMS.get(mesh, [])
 ]
+
+
+def strategy_on(entry: str, mesh: str) -> str:
+    """The last strategy that the full tier proves of an entry on a mesh, or else a release."""
+    *_, strategy = [case[1] for case in (*CASES, *FULL_CASES) if case[::2] == (entry, mesh)]
+    return strategy
+
+
+def case_of(arguments: dict) -> tuple[str, str, str] | None:
+    """The case whose compiled step a test with these arguments uses."""
+    match arguments:
+        case {"entry": entry, "strategy": strategy, "mesh": mesh}:
+            return entry, strategy, mesh
+        case {"entry": entry, "source": mesh}:
+            return entry, strategy_on(entry, mesh), mesh
+    return None
+
+
 # The MLP has nothing that the others lack.
 FAST_CASES = [(name, "hsdp_tp", FAST) for name in ("dot_relu_dot", "transformer", "moe")]
 # Axes of size 1 in the fast tier too, which is all that CI runs on the newest JAX.

@@ -74,10 +74,9 @@ class Decoder(nnx.Module):
     def loss(self, tokens, targets, segment_ids=None):
         """The training objective of a batch: the cross entropy in nats, plus `costs`.
 
-        A model with buffers also updates them.
+        A model with buffers also updates them. tokens and segment_ids are those of `__call__`.
 
         Args:
-          tokens, segment_ids: as in `__call__`.
           targets: [B, T], int; targets below 0 are padding and don't count.
 
         Returns: (sum over targets, number of targets, aux), float32 scalars; aux maps a name to
