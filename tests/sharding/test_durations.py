@@ -37,13 +37,21 @@ def test_the_cheapest_of_a_promise_and_file_is_never_left_out():
     }  # fmt: skip
 
 
+def test_a_function_has_a_budget_in_the_fast_tier():
+    few = durations.BUDGET // (durations.MOST * 0.9)
+    rows = [row(f"x.py::f[{i}]", durations.MOST * 0.9 + i / 1e6) for i in range(9)]
+    assert len(durations.choose_slow(rows)) == 9 - few
+    assert "x.py::f[0]" not in durations.choose_slow(rows)
+
+
 def test_a_function_has_a_budget_in_the_full_tier():
     """Its cheapest cases, and those of the fast tier whatever they take."""
-    cheap = durations.MOST_OF_FUNCTION / 2
+    cheap = durations.FULL_BUDGET / 2
     rows = [row("x.py::f[b]", cheap + 1, tier="full"), row("x.py::f[a]", cheap, tier="full")]
-    rows += [row("x.py::f[fast]", 1e3), row("x.py::f[slow]", 2e3), row("x.py::alone", 1e3)]
+    rows += [row("x.py::f[slow]", 2e3), row("x.py::alone", 1e3), row("x.py::g[fast]", 1e3)]
+    rows += [row("x.py::g[full]", 1.0, tier="full")]
     rows += [row(f"{durations.FIRST}[a]", 1e3), row(f"{durations.FIRST}[b]", 1e3)]
-    wanted = {"x.py::f[b]": cheap + 1, "x.py::f[slow]": 2e3}
+    wanted = {"x.py::f[b]": cheap + 1, "x.py::f[slow]": 2e3, "x.py::g[full]": 1.0}
     assert durations.choose_for_release(rows, ["x.py::f[slow]"]) == wanted
 
 

@@ -1,6 +1,6 @@
 """What each test costs, and which tests the fast tier leaves out for it.
 
-    pytest --full --durations-file=FILE         # measures
+    pytest --release --durations-file=FILE      # measures
     python -m tests.support.durations FILE      # adds up by file, function, promise or test
     python -m tests.support.durations FILE tiers # rewrites tests/golden/slow_tests.txt, release_tests.txt
 
@@ -10,9 +10,9 @@ cache. CPU seconds compare runs on a busy machine, which wall seconds don't. Fix
 module count towards the first test that uses them.
 
 The fast tier runs tests of up to MOST CPU seconds, and of each promise the cheapest test in each file,
-whatever it takes. The full tier runs those cases of a function that take up to MOST_OF_FUNCTION CPU seconds
-together, the cheapest first, but all cases of the functions in CHOSEN; a release runs all. Budgets are kept
-by numbers measured once, not by a clock in each run: a busy machine fails nobody.
+whatever it takes. A function of tests has a budget in the fast and in the full tier, which its cheapest cases
+are taken from; those in CHOSEN have none in the full tier. A release runs all. Budgets are kept by numbers
+measured once, not by a clock in each run: a busy machine fails nobody.
 """
 
 import collections
@@ -21,7 +21,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import pytest
@@ -32,8 +32,9 @@ NAME = "durations"  # of the property by which workers send them
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 SLOW = GOLDEN / "slow_tests.txt"
 OF_RELEASE = GOLDEN / "release_tests.txt"
-MOST = 0.75  # CPU seconds of a test of the fast tier
-MOST_OF_FUNCTION = 25  # CPU seconds of a function's cases in the full tier
+MOST = 0.4  # CPU seconds of a test of the fast tier
+BUDGET = 1.0  # CPU seconds of all cases of a function in the fast tier
+FULL_BUDGET = 25.0  # likewise in the full tier
 # The first promise's own test: of the entry that most people read, and of axes of size 1.
 FIRST = "tests/sharding/test_meshes.py::test_same_start_losses_and_gradients"
 KEPT = (f"{FIRST}[transformer-", f"{FIRST}[dot_relu_dot-")
@@ -132,40 +133,49 @@ def listed(path: pathlib.Path) -> dict[str, float]:
     return {name: float(cpu) for cpu, _, name in (line.partition(" ") for line in lines)}
 
 
+def over_budget(rows: list[dict], budget: float, kept: Callable[[dict], bool]) -> dict[str, float]:
+    """Test → CPU seconds, of the cases that the budget of their function has no room for.
+
+    Args:
+      kept: whether a tier runs a test whatever it costs.
+    """
+    functions = collections.defaultdict(list)
+    for row in rows:
+        functions[row["test"].partition("[")[0]].append(row)
+    chosen = {}
+    for cases in functions.values():
+        spent = 0.0
+        for row in sorted(cases, key=lambda row: (not kept(row), row["cpu"])):
+            if spent and spent + row["cpu"] > budget and not kept(row):
+                chosen[row["test"]] = row["cpu"]
+            else:
+                spent += row["cpu"]
+    return chosen
+
+
 def choose_slow(rows: list[dict]) -> dict[str, float]:
     """Test → CPU seconds, of those that the fast tier leaves out."""
     rows = [row for row in rows if row["tier"] == "fast"]
     groups = collections.defaultdict(list)
     for row in rows:
         groups[row["promise"], row["test"].partition("::")[0]].append(row)
-    cheapest = [min(group, key=lambda row: row["cpu"])["test"] for group in groups.values()]
-    return {
-        row["test"]: row["cpu"]
-        for row in rows
-        if row["cpu"] > MOST and row["test"] not in cheapest and not row["test"].startswith(KEPT)
-    }
+    cheapest = {min(group, key=lambda row: row["cpu"])["test"] for group in groups.values()}
+
+    def kept(row: dict) -> bool:
+        return row["test"] in cheapest or row["test"].startswith(KEPT)
+
+    dear = {row["test"]: row["cpu"] for row in rows if row["cpu"] > MOST and not kept(row)}
+    return dear | over_budget([x for x in rows if x["test"] not in dear], BUDGET, kept)
 
 
 def choose_for_release(rows: list[dict], slow: Iterable[str]) -> dict[str, float]:
-    """Test → CPU seconds, of those that the full tier leaves out.
+    """Test → CPU seconds, of those that the full tier leaves out: none that the fast tier runs."""
 
-    Args:
-      slow: the tests that the fast tier leaves out. It runs no test that the full tier doesn't.
-    """
-    functions = collections.defaultdict(list)
-    for row in rows:
-        if not row["test"].startswith(CHOSEN):
-            functions[row["test"].partition("[")[0]].append(row)
-    chosen = {}
-    for cases in functions.values():
-        spent = 0.0
-        for row in sorted(cases, key=lambda row: row["cpu"]):
-            is_fast = row["tier"] == "fast" and row["test"] not in slow
-            if spent and spent + row["cpu"] > MOST_OF_FUNCTION and not is_fast:
-                chosen[row["test"]] = row["cpu"]
-            else:
-                spent += row["cpu"]
-    return chosen
+    def kept(row: dict) -> bool:
+        is_fast = row["tier"] == "fast" and row["test"] not in slow
+        return is_fast or row["test"].startswith(CHOSEN)
+
+    return over_budget(rows, FULL_BUDGET, kept)
 
 
 def rewrite_tiers(rows: list[dict]) -> None:
