@@ -34,7 +34,8 @@ SLOW = GOLDEN / "slow_tests.txt"
 OF_RELEASE = GOLDEN / "release_tests.txt"
 MOST = 0.4  # CPU seconds of a test of the fast tier
 BUDGET = 1.0  # CPU seconds of all cases of a function in the fast tier
-FULL_BUDGET = 25.0  # likewise in the full tier
+FULL_MOST = 20.0  # CPU seconds of a test of the full tier
+FULL_BUDGET = 10.0  # CPU seconds of all cases of a function in the full tier
 # The first promise's own test: of the entry that most people read, and of axes of size 1.
 FIRST = "tests/sharding/test_meshes.py::test_same_start_losses_and_gradients"
 KEPT = (f"{FIRST}[transformer-", f"{FIRST}[dot_relu_dot-")
@@ -133,39 +134,41 @@ def listed(path: pathlib.Path) -> dict[str, float]:
     return {name: float(cpu) for cpu, _, name in (line.partition(" ") for line in lines)}
 
 
-def over_budget(rows: list[dict], budget: float, kept: Callable[[dict], bool]) -> dict[str, float]:
-    """Test → CPU seconds, of the cases that the budget of their function has no room for.
+def left_out(
+    rows: list[dict], most: float, budget: float, kept: Callable[[dict], bool]
+) -> dict[str, float]:
+    """Test → CPU seconds, of the tests that take too long, or that their function's budget has no room for.
 
     Args:
       kept: whether a tier runs a test whatever it costs.
     """
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row["promise"], row["test"].partition("::")[0]].append(row)
+    cheapest = {min(group, key=lambda row: row["cpu"])["test"] for group in groups.values()}
+
+    def must_run(row: dict) -> bool:
+        return kept(row) or row["test"] in cheapest
+
     functions = collections.defaultdict(list)
     for row in rows:
         functions[row["test"].partition("[")[0]].append(row)
     chosen = {}
     for cases in functions.values():
         spent = 0.0
-        for row in sorted(cases, key=lambda row: (not kept(row), row["cpu"])):
-            if spent and spent + row["cpu"] > budget and not kept(row):
-                chosen[row["test"]] = row["cpu"]
-            else:
+        for row in sorted(cases, key=lambda row: (not must_run(row), row["cpu"])):
+            fits = row["cpu"] <= most and (not spent or spent + row["cpu"] <= budget)
+            if fits or must_run(row):
                 spent += row["cpu"]
+            else:
+                chosen[row["test"]] = row["cpu"]
     return chosen
 
 
 def choose_slow(rows: list[dict]) -> dict[str, float]:
     """Test → CPU seconds, of those that the fast tier leaves out."""
     rows = [row for row in rows if row["tier"] == "fast"]
-    groups = collections.defaultdict(list)
-    for row in rows:
-        groups[row["promise"], row["test"].partition("::")[0]].append(row)
-    cheapest = {min(group, key=lambda row: row["cpu"])["test"] for group in groups.values()}
-
-    def kept(row: dict) -> bool:
-        return row["test"] in cheapest or row["test"].startswith(KEPT)
-
-    dear = {row["test"]: row["cpu"] for row in rows if row["cpu"] > MOST and not kept(row)}
-    return dear | over_budget([x for x in rows if x["test"] not in dear], BUDGET, kept)
+    return left_out(rows, MOST, BUDGET, kept=lambda row: row["test"].startswith(KEPT))
 
 
 def choose_for_release(rows: list[dict], slow: Iterable[str]) -> dict[str, float]:
@@ -175,7 +178,8 @@ def choose_for_release(rows: list[dict], slow: Iterable[str]) -> dict[str, float
         is_fast = row["tier"] == "fast" and row["test"] not in slow
         return is_fast or row["test"].startswith(CHOSEN)
 
-    return over_budget(rows, FULL_BUDGET, kept)
+    rows = [row for row in rows if row["tier"] != "release"]
+    return left_out(rows, FULL_MOST, FULL_BUDGET, kept)
 
 
 def rewrite_tiers(rows: list[dict]) -> None:
