@@ -39,10 +39,14 @@ FULL_BUDGET = 10.0  # CPU seconds of all cases of a function in the full tier
 # The first promise's own test: of the entry that most people read, and of axes of size 1.
 FIRST = "tests/sharding/test_meshes.py::test_same_start_losses_and_gradients"
 KEPT = (f"{FIRST}[transformer-", f"{FIRST}[dot_relu_dot-")
-# Their cases are chosen by what they prove: every pair of parallelisms, every family.
+# Their cases are chosen by what they prove: every pair of parallelisms, every option, every family.
+COLLECTIVES = "tests/sharding/test_collectives.py::test_a"
 CHOSEN = (
     FIRST,
-    "tests/sharding/test_collectives.py::test_a_step_sends_what_its_strategy_promises",
+    "tests/sharding/test_meshes.py::test_restore_is_bit_equal_from_any_mesh_to_any_other",
+    f"{COLLECTIVES}_step_sends_what_its_strategy_promises",
+    f"{COLLECTIVES}_traced_step_gathers_weights_and_scatters_gradients",
+    "tests/zoo/test_options.py::test_an_option_changes_what_is_computed",
     "tests/hf/test_hf.py::test_logits_match_transformers",
 )
 
