@@ -28,6 +28,7 @@ def load(
     tokenizer: Tokenizer | None = None,
     pack: str = "",
     eval_dataset: str = "",
+    training: bool = True,
 ) -> Dataset:
     """Loads a dataset as examples of `seq_len` tokens.
 
@@ -38,6 +39,7 @@ def load(
       pack: "true": rows of whole documents; "false": windows; "": rows if there is a tokenizer or a
         conversation.
       eval_dataset: the held-out data; without it, part of `dataset` is held out.
+      training: whether notes tell about the training rows, too.
 
     Raises DataError if there is no such text, or too little for one example.
     """
@@ -45,9 +47,11 @@ def load(
     corpora = corpus.load(dataset, text_column, tokenizer, train_only=bool(eval_dataset))
     train, held_out = [one.train for one in corpora], [one.held_out for one in corpora]
     fingerprints, weights = corpora, [one.weight for one in corpora]
+    unused = {one.train.source: one.unused for one in corpora if one.unused}
     if eval_dataset:
         others = corpus.load(eval_dataset, text_column, tokenizer, True, "eval_dataset")
         held_out, fingerprints = [one.train for one in others], [*corpora, *others]
+        unused |= {one.train.source: one.unused for one in others if one.unused}
     masked = [split.source for split in (*train, *held_out) if split.targets is not None]
     if masked and pack == "false":
         raise DataError(f"--pack=false would cut the conversations of {masked[0]}; leave it out")
@@ -77,12 +81,8 @@ def load(
         has_answers=all(split.targets is not None for split in held_out),
         held_out_bytes=sum(rows.text_bytes(tokenizer) for rows in held_out_rows),
         notes=(
-            *(
-                whole_texts.unused_note(one.unused, one.train.source)
-                for one in corpora
-                if one.unused
-            ),
-            *_notes("Training data", train, train_rows, seq_len, tokenizer),
+            *(whole_texts.unused_note(columns, source) for source, columns in unused.items()),
+            *(_notes("Training data", train, train_rows, seq_len, tokenizer) if training else ()),
             *_notes("Held out", held_out, held_out_rows, seq_len, tokenizer),
         ),
     )

@@ -19,7 +19,7 @@ from recipes.common.flags.config_flags import configure, describe_set
 from recipes.common.language import DECODER, Text, Training
 from recipes.common.report import flops, kernel
 from recipes.common.runtime import Run, UserError, make_mesh, print0
-from recipes.common.runtime.flags import choose
+from recipes.common.runtime.flags import choose, refuse_unused
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, make_layout
 from recipes.common.sharding.rules import check_batch
@@ -98,6 +98,8 @@ def main(
 def entry_and_size(run: Run, flags: Distillation) -> tuple[str, str]:
     """The student's entry, and its size if it is new. Raises UserError if there is no such student."""
     if run.restore_from:
+        use = f"a new student, and --restore_from={run.restore_from} is a trained one"
+        refuse_unused(flags, ("student",), use)
         return checkpoint.find(run.restore_from, hash_files=False).metadata["entry"], ""
     entry, _, size = flags.student.partition(".")
     texts = [name for name, one in entries.ENTRIES.items() if one.data == "data.text"]

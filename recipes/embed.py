@@ -23,6 +23,7 @@ from recipes.common.flags.config_flags import Settings, default_dtype, describe_
 from recipes.common.hf.sentence_transformers import Sentences
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0
+from recipes.common.runtime.flags import refuse_unused
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.sharding import Layout, Tree
@@ -132,6 +133,8 @@ def read(flags: Embed) -> list[str]:
     """The texts. Raises DataError if there are none, or one is empty."""
     path = pathlib.Path(flags.dataset).expanduser()
     if not flags.dataset.startswith("hf:") and path.is_file() and sources.kind(path) == "text":
+        use = f"rows, and --dataset={flags.dataset} has a text on each line"
+        refuse_unused(flags, ("text_column",), use)
         with sources.reading(flags.dataset), hub.text_file(path, "utf-8-sig") as file:
             lines = hub.without_nul(file, f"--dataset={flags.dataset}")
             rows = [

@@ -12,7 +12,6 @@ the first, exactly once, with at most --seq_len tokens of the same document in f
 """
 
 import dataclasses
-import itertools
 import json
 from typing import Any
 
@@ -27,7 +26,7 @@ from recipes.common.generation.int8_weights import to_int8, weights_flag
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, describe, flag, make_mesh, print0
 from recipes.common.runtime.errors import needs_instruments
-from recipes.common.runtime.flags import split
+from recipes.common.runtime.flags import refuse_unused, split
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
@@ -225,10 +224,32 @@ def load(
         return encoder_evaluation.load(name, flags, length, tokenizer, encoder)
     pack = "true" if flags.pack else "false"
     held_out = name if flags.part == "all" else ""  # as --eval_dataset: all of it is held out
-    data = text.load(name, flags.text_column, length, tokenizer, pack, held_out)
-    for note in itertools.dropwhile(lambda note: not note.startswith("Held out: "), data.notes):
-        print0(note.replace("Held out: ", "Evaluates ", 1))
+    data = text.load(name, flags.text_column, length, tokenizer, pack, held_out, training=False)
+    print0(*(note.replace("Held out: ", "Evaluates ", 1) for note in data.notes))
     return data
+
+
+def check_used(flags: Evaluate, entry: str, task: str) -> None:
+    """Raises UserError for flags that would have no effect.
+
+    Args:
+      task: of a text encoder; else empty.
+    """
+    missing = {
+        "tasks": ("include_path", "num_fewshot", "limit", "apply_chat_template"),
+        "labels": ("templates", "image_column"),
+        "dataset": ("part", "text_column", "pair_column", "label_column", "pack"),
+    }
+    for name, of_it in missing.items():
+        if not getattr(flags, name):
+            refuse_unused(flags, of_it, f"--{name}, and there is none")
+    if flags.labels:
+        of_texts = ("text_column", "pair_column", "pack", "seq_len")
+        refuse_unused(flags, of_texts, "texts, and not for --labels")
+    elif task != "classify":
+        refuse_unused(flags, ("pair_column", "label_column"), "classifiers, and this is none")
+    if task:
+        refuse_unused(flags, ("pack",), f"models that write, and not for a {entry!r} model")
 
 
 def find_model(flags: Evaluate) -> checkpoint.WeightSource:
@@ -242,6 +263,7 @@ def find_model(flags: Evaluate) -> checkpoint.WeightSource:
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
     source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)
     entry = source.metadata["entry"]
+    check_used(flags, entry, checkpoint.config_of(source).task if entry == ENCODER else "")
     if flags.labels:
         if entry != "siglip":
             raise UserError(f"--labels is for models of two towers, and this is a {entry!r} model")

@@ -34,6 +34,7 @@ from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.generation.int8_weights import to_int8, weights_flag
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0, processes
+from recipes.common.runtime.flags import refuse_unused
 from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import ask, show
 from recipes.common.sharding import Layout
@@ -175,6 +176,8 @@ def questions(flags: Generate, tokenizer: Tokenizer) -> list[Question]:
         raise UserError(f"--prompt and --prompts={flags.prompts} are both given; leave one out")
     if flags.out and not flags.prompts:
         raise UserError(f"--out={flags.out} is for the answers to --prompts; add it")
+    if not flags.prompts:
+        refuse_unused(flags, ("batch_size",), "--prompts, and there are none")
     if flags.prompts:
         rows = prompts.read(flags.prompts)
     elif flags.chat and not flags.prompt:
@@ -226,14 +229,22 @@ class Limit:
 
 
 def sampling(flags: Generate, tokenizer: Tokenizer) -> Sampling:
-    """Sampling by the flags, and by default as transformers reads generation_config.json."""
+    """Sampling by the flags, and by default as transformers reads generation_config.json.
+
+    Raises UserError for flags of samples if the likeliest token is always taken.
+    """
     temperature, top_k, top_p = flags.temperature, flags.top_k, flags.top_p
-    return Sampling(
+    chosen = Sampling(
         temperature=default_temperature(tokenizer) if temperature < 0 else temperature,
         top_k=default_top_k(tokenizer) if top_k < 0 else top_k,
         top_p=setting(tokenizer, "top_p", 1.0) if top_p < 0 else top_p,
         seed=flags.seed,
     )
+    if not chosen.temperature:
+        whose = "--temperature=0" if not temperature else "the model's own temperature of 0"
+        fix = "leave it out, or use --temperature=0.8"
+        refuse_unused(flags, ("top_k", "top_p", "seed"), f"samples, and not for {whose}", fix)
+    return chosen
 
 
 # ---- answering -----------------------------------------------------------------------------------

@@ -46,13 +46,20 @@ def main(flags: Publish) -> None:
             "checkpoint"
         )
     source = checkpoint.find(flags.source, "--source", base=flags.base)
-    data = source.metadata["data"]
+    data, entry = source.metadata["data"], source.metadata["entry"]
     if "published" in source.metadata or "dataset" not in data:
         done = "published" in source.metadata
         what = "is already published" if done else "does not come from a training run"
         raise UserError(f"--source={flags.source} {what}; use a run's workdir or its checkpoint")
     licence = flags.licence or known_licence(source)
     layout = checkpoint.layout_of(source, make_mesh(flags.mesh), flags.rules)
+
+    rounds = checkpoint.variables_of_dtype(layout, flags.dtype) != layout.variables()
+    if flags.dtype and not rounds:
+        raise UserError(
+            f"--dtype={flags.dtype} is for matmul weights, of which {entry!r} has none that are rounded; "
+            "leave it out"
+        )
 
     # ---- Read the parameters, and compute their loss on a held-out batch -------------------------
     variables = checkpoint.restore_variables(source, layout, flags.dtype or None)

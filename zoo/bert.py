@@ -93,6 +93,10 @@ class Config(ComputeOptions):
         return self.num_heads
 
     @property
+    def learns_positions(self) -> bool:
+        return self.max_positions > 0
+
+    @property
     def dense_layers(self) -> int:
         """The first layer of ModernBERT is not like the others: it has no norm before attention."""
         return int(self.modern)

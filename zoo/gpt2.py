@@ -47,6 +47,8 @@ class Config(ComputeOptions):
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "up", "down")
 
+    learns_positions = True
+
     def __post_init__(self):
         if self.embed % self.num_heads:
             raise ValueError(f"embed={self.embed} is not divisible by num_heads={self.num_heads}")

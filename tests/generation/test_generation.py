@@ -537,7 +537,8 @@ def test_generation_config_gives_the_defaults():
     whole = tokens(do_sample=True, top_k=0, top_p=None, temperature=None)
     assert sampling(Generate(), whole) == Sampling(1.0, 0, 1.0, 0)
     assert sampling(Generate(), tokens(do_sample=True, top_p=0)).top_p == 0, "the likeliest token"
-    assert sampling(Generate(temperature=0.0, top_k=5, seed=3), llama) == Sampling(0.0, 5, 0.9, 3)
+    assert sampling(Generate(temperature=0.5, top_k=5, seed=3), llama) == Sampling(0.5, 5, 0.9, 3)
+    assert sampling(Generate(temperature=0.0), llama).temperature == 0
     assert sampling(Generate(), tokens(eos_token_id=2)).temperature == 0, "as in transformers"
     assert sampling(Generate(), tokens(do_sample=True, top_k=20)) == Sampling(1.0, 20, 1.0, 0)
     assert sampling(Generate(), tokenizer.BYTES) == Sampling(0.8, 0, 1.0, 0)

@@ -381,7 +381,7 @@ MISTAKES = {
     "--alpha=1.5": "--alpha=1.5 must be ≤ 1.0",
     "--tau=0": "--tau=0 must be ≥ 0.01",
     "--teacher_rules=no": "--teacher_rules=no is not a strategy of this entry",
-    "--restore_from=transformer.stdlib_3m": "tokens",
+    "--restore_from=transformer.stdlib_3m": "--student=transformer.tiny is for a new student",
     "--set=vocab_size=640": "has 512 tokens, and the student 640; use a teacher and a student",
     "--top_k=9999": "--top_k=9999 is more than the 512 tokens of the vocabulary",
     "--top_k=2 --divergence=reverse": "--divergence=reverse is infinite with --top_k=2",

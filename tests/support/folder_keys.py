@@ -166,6 +166,17 @@ TOKENIZER_KEYS: dict[str, list[dict[str, Any]]] = {
     "metaspace": [
         *({"tokenizer_class": "LlamaTokenizer"} | keys for keys in ({}, *AROUND)), *AROUND, {"add_bos_token": True, "add_eos_token": True}],
 }  # fmt: skip
+SPECIAL = "special_tokens_map.json"
+BOS, NO_BOS = f"{CONFIG}: add_bos_token", f"{CONFIG}: bos_token"
+SPECIAL_KEYS: dict[str, list[dict[str, Any]]] = {
+    "old gpt2": [{"bos_token": "q", BOS: True}, {"bos_token": "q", NO_BOS: "r", BOS: True}],
+    "old roberta": [{"cls_token": "q"}, {"sep_token": {"content": "q"}}, {"sep_token": None}],
+    "old clip": [{"bos_token": "q"}, {"eos_token": "q"}, {"unk_token": "q"}],
+    "old qwen2": [{"bos_token": "q", BOS: True}],
+    "old bert": [{"cls_token": "[MASK]"}, {"sep_token": "[MASK]"}, {"unk_token": "[MASK]"}],
+    "byte-level": [{"bos_token": "q", BOS: True}, {"eos_token": "q", f"{CONFIG}: add_eos_token": True}],
+    "metaspace": [{"bos_token": "▁a", BOS: True}],
+}  # fmt: skip
 SENTENCES: dict[str, list[dict[str, Any]]] = {
     "sentence_bert_config.json": [
         *({"max_seq_length": 9}, {"max_seq_length": None}, {"do_lower_case": True}),
@@ -201,6 +212,8 @@ def cases() -> Iterator[Case]:
     for kind, changes in TOKENIZER_KEYS.items():
         yield Case(kind, CONFIG)
         yield from (Case(kind, CONFIG, tuple(keys.items())) for keys in changes)
+    for kind, changes in SPECIAL_KEYS.items():
+        yield from (Case(kind, SPECIAL, tuple(keys.items())) for keys in changes)
     yield Case("sentences", "modules.json")
     for file, changes in SENTENCES.items():
         yield from (Case("sentences", file, tuple(keys.items())) for keys in changes)

@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from recipes.common.hf.folder import FAMILIES
+from recipes.common.hf.folder import FAMILIES, config_from
 from tests.conftest import ROOT
 
 GOLDEN = ROOT / "tests" / "golden" / "hf"
@@ -20,4 +20,4 @@ def config_of(keys: dict[str, Any], file: pathlib.Path = ROOT / "config.json") -
     (name,) = keys["architectures"]
     (family,) = (family for family in FAMILIES if name in family.architectures)
     keys = keys | {"model_type": family.architectures[name]}
-    return family.config_from(family.text_keys(keys, file), file)
+    return config_from(family, family.text_keys(keys, file), file)

@@ -15,7 +15,7 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import Layout, make_layout, shardings
 from recipes.common.sharding.rules import used_axes
-from recipes.common.train.checks import check_heads, check_stages
+from recipes.common.train.checks import check_stages
 from recipes.common.train.step import gradients
 from tests.support.models import random_values
 from tests.support.quick import QUICK
@@ -165,7 +165,6 @@ def make(case: Case, mesh: str, rules) -> Layout:
         batch_size=case.rows, seq_len=case.seq_len if decoder else 0,
     )  # fmt: skip
     if decoder:
-        check_heads(layout)
         check_stages(layout, 1)
     return layout
 

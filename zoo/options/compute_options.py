@@ -45,6 +45,7 @@ class ComputeOptions(Compute):
 
     layer_kinds = ()  # one period of kinds, see periods.py
     carries_state = False  # whether layers carry a state along the positions
+    learns_positions = False  # whether a table has positions, which count from a document's start
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
@@ -86,7 +87,7 @@ class ComputeOptions(Compute):
     def rope_places(
         self, positions_BT, segment_ids_BT, seq_len: int, lengths_B1=None
     ) -> tuple[jax.Array, Any]:
-        if not self.scales_by_length:
+        if not self.scales_by_length and not self.learns_positions:
             return positions_BT, seq_len
         from .rope_scaling import places_of_rows
 

@@ -10,6 +10,8 @@ from recipes.common.runtime.errors import UserError
 NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (1,)),
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1,)),
+    "num_return_sequences": (1,),
+    "max_length": (),  # of prompt and answer together
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("min_length", "min_new_tokens", "penalty_alpha"), (0,)),
     **dict.fromkeys(

@@ -68,8 +68,9 @@ FORMS = {  # model_type → prefix of names; the head's dense layer, its norm an
     "xlm-roberta": ROBERTA,
     "distilbert": ("distilbert", "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
 }  # fmt: skip
-DISTIL_SIZES = SIZES | {"embed": "dim", "num_layers": "n_layers", "num_heads": "n_heads"}
-DISTIL_SIZES |= {"mlp": "hidden_dim"}
+DISTIL_NUMBERS = {"embed": "dim", "num_layers": "n_layers", "num_heads": "n_heads"}
+DISTIL_SIZES = SIZES | DISTIL_NUMBERS | {"mlp": "hidden_dim"}
+DISTIL_OTHER_NAMES = {SIZES[field]: key for field, key in DISTIL_NUMBERS.items()}
 DISTIL_NAMES = {  # part of a name in ENCODER → DistilBERT's
     "encoder.": "transformer.",
     "attention.self.query": "attention.q_lin",
@@ -208,7 +209,7 @@ def bert(architecture: str, kind: str, task: str = "fill") -> Family:
         return without(prefix, entries) if task == "embed" else entries
 
     def config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
-        file = ConfigFile(keys, path, ENTRY)
+        file = ConfigFile(keys, path, ENTRY).with_other_names(DISTIL_OTHER_NAMES if distil else {})
         file.refuse(UNUSED | ({"pad_token_id": (in_front - 1,)} if in_front else {}))
         positions = file.number("max_position_embeddings", 512)
         if positions <= in_front:
@@ -353,8 +354,9 @@ def modern_config_from(task: str, keys: dict[str, Any], path: pathlib.Path) -> C
     pattern = [GLOBAL, *[LOCAL] * (period - 1)]
     if types != [pattern[i % period] for i in range(layers)]:
         raise file.refused("layer_types", types)
-    ropes = file.ropes(THETAS)
-    window = file.number("local_attention", 128) // 2 + 1
+    ropes = file.ropes(THETAS, scaled=(GLOBAL, LOCAL))
+    # sliding_window is another name for half of it.
+    window = file.number("sliding_window", file.number("local_attention", 128) // 2) + 1
     kinds = tuple(
         AttentionType(window if name == LOCAL else None, *ropes[name]) for name in pattern
     )

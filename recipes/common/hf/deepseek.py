@@ -46,6 +46,10 @@ SIZES = {  # field of Config → theirs
 }
 MAY_BE_ABSENT = {"q_latent": "q_lora_rank", "groups": "n_group", "top_groups": "topk_group"}
 DENSE = "first_k_dense_replace"
+OTHER_NAMES = {  # by model_type
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+}
 UNUSED = {  # features that our DeepSeek lacks → values that leave them off
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -53,6 +57,7 @@ UNUSED = {  # features that our DeepSeek lacks → values that leave them off
     "moe_layer_freq": (1,),
     "rope_interleave": (True,),
     "partial_rotary_factor": (1,),
+    "is_causal": (True,),
     "index_topk": (),  # V3.2's sparse attention
     "index_n_heads": (),
     "index_head_dim": (),
@@ -141,7 +146,7 @@ def config_from(keys: dict[str, Any], file) -> Config:
     """
     v3 = keys["model_type"] == "deepseek_v3"
     keys = {FURTHER: keys.get("num_mtp_layers")} | DEFAULTS[keys["model_type"]] | keys
-    theirs = ConfigFile(keys, file, ENTRY)
+    theirs = ConfigFile(keys, file, ENTRY).with_other_names(OTHER_NAMES[keys["model_type"]])
     score = ("sigmoid",) if v3 else ("softmax",)
     methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
     theirs.refuse(UNUSED | {SCORES: score, METHOD: methods})

@@ -105,6 +105,15 @@ class ConfigFile:
         """Returns the same file with some keys changed."""
         return dataclasses.replace(self, keys=self.keys | keys)
 
+    def with_other_names(self, names: dict[str, str]) -> "ConfigFile":
+        """Returns the same file with keys under one name.
+
+        Args:
+          names: a second name → the key, which it replaces in `transformers` where a file has both.
+        """
+        stated = {key: self.keys.get(other) for other, key in names.items()}
+        return self.with_keys(**{key: x for key, x in stated.items() if x is not None})
+
     def refused(self, key: str, value) -> UserError:
         return UserError(
             f"{self.path} has {key} {json.dumps(value)}, which zoo/{self.entry}.py does not "
@@ -206,14 +215,15 @@ class ConfigFile:
         return theta, None
 
     def ropes(
-        self, thetas: dict[str, tuple[str, float]]
+        self, thetas: dict[str, tuple[str, float]], scaled: Collection[str] = (GLOBAL,)
     ) -> dict[str, tuple[float, RopeScaling | None]]:
         """Returns kind of layer → (theta, scaling), from older keys or rope_parameters for each kind.
 
-        An older rope_scaling is for global layers, and replaces keys of their newer one.
+        An older rope_scaling replaces keys of the newer ones.
 
         Args:
           thetas: kind of layer → (the older key of its theta, the theta of files without one).
+          scaled: the kinds of layers that an older rope_scaling is for.
         """
         newer, scaling = (self.keys.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
         if not isinstance(newer, dict) or not {*newer} <= {*thetas}:
@@ -226,7 +236,7 @@ class ConfigFile:
             rope = newer.get(name) or {}
             if not isinstance(rope, dict):
                 raise self.refused("rope_parameters", newer)
-            rope = rope | (scaling if name == GLOBAL else {})
+            rope = rope | (scaling if name in scaled else {})
             only = {"rope_theta": self.keys.get(key), "rope_scaling": None, "rope_parameters": rope}
             by_kind[name] = self.with_keys(**only, **{ORIGINAL: None}).rope(usual)
         return by_kind

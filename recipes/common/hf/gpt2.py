@@ -52,7 +52,14 @@ UNUSED = {  # key → values that change nothing
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),  # changes only rounding, though by much in bfloat16
     "tie_word_embeddings": (True,),
+    "is_causal": (True,),
     "auto_map": (),
+}
+OTHER_NAMES = {  # of all architectures → GPT-2's own
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
 }
 
 
@@ -66,7 +73,7 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
 
     Raises UserError if our GPT2 can't compute the model exactly.
     """
-    theirs = ConfigFile(keys, file, ENTRY)
+    theirs = ConfigFile(keys, file, ENTRY).with_other_names(OTHER_NAMES)
     theirs.refuse(UNUSED)
     sizes = {ours: theirs.number(key) for ours, key in SIZES.items()}
     if sizes["embed"] % sizes["num_heads"]:

@@ -41,6 +41,7 @@ UNUSED = {
     "hidden_act": ("silu",),
     "attention_bias": (True,),
     "partial_rotary_factor": (1,),
+    "is_causal": (True,),
     "auto_map": (),  # the folder's own code
 }
 YARN = {  # for files without any rotary settings
@@ -58,8 +59,9 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
 
     Raises UserError if our GptOss can't compute the model exactly.
     """
-    theirs = ConfigFile(keys, file, ENTRY)
+    theirs = ConfigFile(keys, file, ENTRY).with_other_names({"num_experts": "num_local_experts"})
     theirs.refuse(UNUSED)
+    keys = theirs.keys
     layers = theirs.number("num_hidden_layers")
     if not keys.get("layer_types"):
         keys = keys | {"layer_types": [LOCAL if n % 2 == 0 else GLOBAL for n in range(layers)]}

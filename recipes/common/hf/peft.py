@@ -279,7 +279,23 @@ def read_adapter(path: pathlib.Path) -> Adapter:
         "data": {},
         "base": {"path": f"hf:{base}", "sha256": None},
     }
-    return Adapter(path, metadata, tensors.find(path, STEM), keys)
+    stored = tensors.find(path, STEM)
+    _check_left_out(keys, stored, path)
+    return Adapter(path, metadata, stored, keys)
+
+
+def _check_left_out(keys: dict[str, Any], stored: Collection[str], path: pathlib.Path) -> None:
+    """Raises UserError for factors of modules that target_modules leaves out, which PEFT doesn't read."""
+    targets, others = keys.get("target_modules"), keys.get("exclude_modules")
+    for name in sorted(stored):
+        module, is_factor, _ = name.removeprefix(PREFIX).partition(".lora_")
+        is_target = not targets or targets == "all-linear" or _matches(targets, module)
+        if is_factor and (not is_target or _matches(others or [], module)):
+            key = "exclude_modules" if is_target else "target_modules"
+            raise UserError(
+                f"{path} has factors of {module}, which {key} {json.dumps(keys[key])} leaves out; use "
+                f"this adapter's own {CONFIG}"
+            )
 
 
 def _check_names(keys: dict[str, Any], file: pathlib.Path) -> None:

@@ -56,6 +56,7 @@ UNUSED = {  # features that Transformer lacks, unless a row has them → values 
     "partial_rotary_factor": (1,),
     "num_experts": (),
     "num_local_experts": (),
+    "is_causal": (True,),  # of embedding models, whose positions attend to later ones too
     "auto_map": (),  # the folder's own code
 }
 

@@ -17,6 +17,7 @@ VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 def text_config(file: ConfigFile) -> dict[str, Any]:
     """The text model's keys in config.json. Raises UserError."""
+    file.refuse({"is_causal": (True,)})  # of the text model, too
     text = file.keys.get("text_config")
     if not isinstance(text, dict):
         raise file.refused("text_config", text)

@@ -11,11 +11,6 @@ from recipes.common.train.checks import rows_of_a_device
 from recipes.common.train.evaluation import in_words
 from zoo.parallel.pipeline import microbatches, rounds, ticks
 
-LEARNED_POSITIONS = (
-    "note: learned positions count from a row's start, so a row's second document continues those of the "
-    "first. A program that numbers each document's from 0 trains others."
-)
-
 
 def before_training(layout: Layout, corpus: Dataset, training: Training, flags: Any) -> list[str]:
     """Lines about the text; and about kernels, experts, low precision and stages, if there are any.
@@ -24,9 +19,7 @@ def before_training(layout: Layout, corpus: Dataset, training: Training, flags: 
       flags: of the model.
     """
     is_packed = "segment_ids" in corpus.filler
-    learns_positions = layout.shape.max_positions is not None
     return [
-        *[LEARNED_POSITIONS] * (is_packed and learns_positions),
         *corpus.notes,
         *kernel.report(layout, layout.seq_len, is_packed),
         *kernel.experts(layout),

@@ -63,6 +63,19 @@ def flag(
     return dataclasses.field(default=default, metadata=limits)
 
 
+def refuse_unused(flags: Any, names: Iterable[str], use: str, fix: str = "leave it out") -> None:
+    """Raises UserError if one of these flags has another value than its default.
+
+    Args:
+      use: what the flags are for, and why that is not the case.
+    """
+    for name in names:
+        value = vars(flags)[name]
+        if value != type(flags).__dataclass_fields__[name].default:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(f"--{name}={shown} is for {use}; {fix}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Devices:
     """Flags of commands that run on a mesh."""

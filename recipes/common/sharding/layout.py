@@ -221,6 +221,7 @@ def make_layout(
         mesh, strategies, config, name, fitting, uneven, build, abstract, batch_size, seq_len
     )
     check_periods(layout)
+    check_heads(layout)
     check_length(layout.shape, seq_len)
     trains = batch_size > 0
     sharding_rules.check_positions(abstract.names, name, fitting, mesh, seq_len, trains=trains)
@@ -238,6 +239,7 @@ def elsewhere(layout: Layout, rules: str, mesh: Mesh | AbstractMesh | None = Non
             layout, mesh=target, strategy=name, rules=fitting, uneven=uneven
         )
         check_periods(other)
+        check_heads(other)
     except UserError:
         return None
     return other
@@ -266,6 +268,21 @@ def check_periods(layout: Layout) -> None:
         raise UserError(
             f"--pipe_rounds={v} does not divide the {own_layers} layers of each of {parts} "
             f"stages{f' into periods of {period}' if period > 1 else ''}; use {use}"
+        )
+
+
+def check_heads(layout: Layout) -> None:
+    """Raises UserError if --context=all-to-all has more shards than heads."""
+    attention = layout.shape.attention
+    if attention is None or layout.shape.context != "all-to-all" or layout.seq_shards == 1:
+        return
+    heads = attention.heads
+    parts = layout.count_shards("heads") * layout.seq_shards
+    if heads % parts:
+        raise UserError(
+            f"--context=all-to-all shares out {heads} heads over {parts} devices (rules "
+            f"{layout.strategy!r} on --mesh={sharding_rules.describe(layout.mesh.shape)}); use "
+            "--context=ring"
         )
 
 

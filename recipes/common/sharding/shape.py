@@ -129,6 +129,7 @@ class Shape:
     # Fields of the config on how to compute; None: it has no such field.
     dtype: str | None = None  # of activations and matmuls; None: float32
     kernel: str | None = None  # of attention, or "auto"; None: XLA's
+    context: str | None = None  # how positions attend to those on other devices, or "auto"
     remat: str | None = None
     matmul: str | None = None
     matmul_backward: str | None = None
@@ -241,6 +242,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         pairs=_stated(config, "pairs"),
         dtype=_stated(config, "dtype"),
         kernel=_stated(config, "attention"),
+        context=_stated(config, "context"),
         remat=_stated(config, "remat"),
         matmul=_stated(config, "matmul"),
         matmul_backward=_stated(config, "matmul_backward"),

@@ -1,9 +1,8 @@
-"""What a train step needs of the mesh: kernels, heads, stages and memories that fit the flags."""
+"""What a train step needs of the mesh: kernels, stages and memories that fit the flags."""
 
 from recipes.common.report import kernel
 from recipes.common.runtime import UserError, describe
 from recipes.common.sharding import Layout
-from recipes.common.sharding.rules import count_shards
 from recipes.common.train.offload import check_offload
 from recipes.common.train.training_flags import Optimization
 from zoo.parallel.pipeline import rounds
@@ -12,20 +11,8 @@ from zoo.parallel.pipeline import rounds
 def check_step(layout: Layout, training: Optimization) -> None:
     """Raises UserError if a decoder can't be trained with these flags on the layout's mesh."""
     kernel.check(layout)
-    check_heads(layout)
     check_stages(layout, training.accumulate)
     check_offload(layout, training.offload)
-
-
-def check_heads(layout: Layout) -> None:
-    """Raises UserError if --context=all-to-all has more shards than heads."""
-    heads, sizes = layout.config.num_heads, layout.mesh.shape
-    parts = count_shards(layout.rules, "heads", sizes) * layout.seq_shards
-    if layout.config.context == "all-to-all" and heads % parts:
-        raise UserError(
-            f"--context=all-to-all shares out {heads} heads over {parts} devices (rules "
-            f"{layout.strategy!r} on --mesh={describe(sizes)}); use --context=ring"
-        )
 
 
 def check_stages(layout: Layout, accumulate: int) -> None:

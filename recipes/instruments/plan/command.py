@@ -22,7 +22,7 @@ from recipes.common.flags.config_flags import check_matmul, field_flag
 from recipes.common.report import contexts, kernel, report
 from recipes.common.report.hlo import sent_by_kind
 from recipes.common.runtime import UserError, flag, print0
-from recipes.common.runtime.flags import choose
+from recipes.common.runtime.flags import choose, refuse_unused
 from recipes.common.sharding import AbstractModel, abstract_model, make_layout
 from recipes.common.sharding.shape import check_length, shape_of
 from recipes.common.train.offload import Offload
@@ -148,10 +148,8 @@ def check_used(flags: Flags) -> None:
                 f"--{name}={value} is for the zoo's models, and --model={flags.model} is your own; leave "
                 f"one of them out{' (--config names its size)' if name == 'size' else ''}"
             )
-    if flags.confirm_layers and not flags.confirm:
-        raise UserError(
-            f"--confirm_layers={flags.confirm_layers} is for --confirm, and there is none; add --confirm=1"
-        )
+    if not flags.confirm:
+        refuse_unused(flags, ("confirm_layers",), "--confirm, and there is none", "add --confirm=1")
 
 
 def usual_rows(flags: Flags) -> int:

@@ -5,7 +5,7 @@ import json
 import sys
 
 from recipes.common.runtime import UserError, flag, print0
-from recipes.common.runtime.flags import split
+from recipes.common.runtime.flags import refuse_unused, split
 from recipes.instruments.prove import table
 from recipes.instruments.prove.cases import Case, prove
 from recipes.instruments.prove.layouts import make_meshes
@@ -45,11 +45,9 @@ def main(flags: Flags) -> None:
         raise UserError(
             f"--dtype={flags.dtype} compares with float32, and --x64 with float64; leave one of them out"
         )
-    for name in ("batch_size", "seq_len"):
-        if (value := getattr(flags, name)) and not flags.dtype:
-            raise UserError(
-                f"--{name}={value} is for --dtype, and there is none; add --dtype=bfloat16, or leave it out"
-            )
+    if not flags.dtype:
+        fix = "add --dtype=bfloat16, or leave it out"
+        refuse_unused(flags, ("batch_size", "seq_len"), "--dtype, and there is none", fix)
     names = split(flags.meshes, ";" if "=" in flags.meshes else ",") if flags.meshes else []
     meshes = make_meshes(names)
     parts = flags.parts()

@@ -1,0 +1,73 @@
+"""Flags without effect are refused, in every command that takes them."""
+
+import pytest
+
+from data.tokenizer import BYTES
+from recipes import distill, evaluate, generate
+from recipes.common.distillation.student_loss import Distillation
+from recipes.common.runtime import Run, UserError
+from recipes.evaluate import Evaluate, check_used
+from recipes.generate import Generate
+
+pytestmark = pytest.mark.promise("user-errors")
+
+TASKS, TEXTS = {"tasks": "arc_easy"}, {"dataset": "a.txt"}
+PICTURES = {"labels": "cat,dog", "dataset": "pets"}
+UNUSED = [  # entry, task, flags of which the last has no effect
+    ("transformer", "", TEXTS | {"limit": 3.0}),
+    ("transformer", "", TEXTS | {"num_fewshot": 2}),
+    ("transformer", "", TEXTS | {"apply_chat_template": True}),
+    ("transformer", "", TEXTS | {"include_path": "mine"}),
+    ("transformer", "", TEXTS | {"templates": "a {}"}),
+    ("transformer", "", TEXTS | {"image_column": "picture"}),
+    ("transformer", "", TEXTS | {"label_column": "class"}),
+    ("transformer", "", TASKS | {"part": "held_out"}),
+    ("transformer", "", TASKS | {"pack": False}),
+    ("bert", "fill", TEXTS | {"pair_column": "second"}),
+    ("bert", "classify", TEXTS | {"pack": False}),
+    ("siglip", "", PICTURES | {"text_column": "caption"}),
+    ("siglip", "", PICTURES | {"seq_len": 8}),
+]
+USED = [
+    ("transformer", "", TEXTS | {"part": "held_out", "pack": False, "text_column": "body"}),
+    ("transformer", "", TASKS | {"limit": 3.0, "num_fewshot": 0, "seq_len": 64}),
+    ("bert", "classify", TEXTS | {"label_column": "class", "pair_column": "second"}),
+    ("siglip", "", PICTURES | {"templates": "a {}", "label_column": "class"}),
+]
+
+
+@pytest.mark.parametrize(("entry", "task", "flags"), UNUSED, ids=str)
+def test_evaluate_names_the_flag_that_has_no_effect(entry, task, flags):
+    *_, (name, _) = flags.items()
+    with pytest.raises(UserError, match=rf"^--{name}="):
+        check_used(Evaluate(**flags), entry, task)
+
+
+@pytest.mark.parametrize(("entry", "task", "flags"), USED, ids=str)
+def test_evaluate_takes_flags_that_have_one(entry, task, flags):
+    check_used(Evaluate(**flags), entry, task)
+
+
+@pytest.mark.parametrize("flags", [{"top_k": 5}, {"top_p": 0.9}, {"seed": 3}], ids=str)
+def test_the_likeliest_token_takes_no_flags_of_samples(flags):
+    (name,) = flags
+    with pytest.raises(UserError, match=rf"^--{name}="):
+        generate.sampling(Generate(temperature=0.0, **flags), BYTES)
+    assert generate.sampling(Generate(**flags), BYTES).temperature > 0
+
+
+def test_generate_batches_prompts_of_a_file_alone():
+    with pytest.raises(UserError, match=r"^--batch_size=4"):
+        generate.questions(Generate(prompt="def", batch_size=4), BYTES)
+
+
+def test_distill_makes_no_new_student_beside_a_trained_one():
+    with pytest.raises(UserError, match=r"^--student="):
+        distill.entry_and_size(Run(restore_from="x"), Distillation(student="moe.tiny"))
+
+
+def test_evaluate_names_columns_that_nothing_uses(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a text of several words", "author": "me"}\n' * 8)
+    evaluate.load(str(file), Evaluate(dataset=str(file)), 16, BYTES)
+    assert "'author'" in capsys.readouterr().out
