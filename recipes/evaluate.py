@@ -241,7 +241,7 @@ def check_used(flags: Evaluate, entry: str, task: str) -> None:
         "dataset": ("part", "text_column", "pair_column", "label_column", "pack"),
     }
     for name, of_it in missing.items():
-        if not getattr(flags, name):
+        if not vars(flags)[name]:
             refuse_unused(flags, of_it, f"--{name}, and there is none")
     if flags.labels:
         of_texts = ("text_column", "pair_column", "pack", "seq_len")
