@@ -34,8 +34,8 @@ SLOW = GOLDEN / "slow_tests.txt"
 OF_RELEASE = GOLDEN / "release_tests.txt"
 MOST = 0.4  # CPU seconds of a test of the fast tier
 BUDGET = 1.0  # CPU seconds of all cases of a function in the fast tier
-FULL_MOST = 20.0  # CPU seconds of a test of the full tier
-FULL_BUDGET = 10.0  # CPU seconds of all cases of a function in the full tier
+FULL_MOST = 15.0  # CPU seconds of a test of the full tier
+FULL_BUDGET = 6.0  # CPU seconds of all cases of a function in the full tier
 # The first promise's own test: of the entry that most people read, and of axes of size 1.
 FIRST = "tests/sharding/test_meshes.py::test_same_start_losses_and_gradients"
 KEPT = (f"{FIRST}[transformer-", f"{FIRST}[dot_relu_dot-")
