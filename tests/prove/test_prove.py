@@ -724,7 +724,8 @@ def test_a_mistake_is_one_line(command, inside, project, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "file.py").write_text(FILE)
     for name in ("file", "model"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported is forgotten
+        monkeypatch.delitem(sys.modules, name)
     done = inside("recipes.prove", *command.split())
     assert done.code == 2, done.out + done.err
     assert done.err.startswith("error: ")
