@@ -747,6 +747,15 @@ def renamed(folder, *pairs) -> pathlib.Path:
     for old, new in pairs:
         tensors = {name.replace(old, new): x for name, x in tensors.items()}
     safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors")
+    modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    return targeting(folder, *sorted(modules))
+
+
+def targeting(folder, *modules: str) -> pathlib.Path:
+    """Writes these modules into adapter_config.json."""
+    file = folder / "adapter_config.json"
+    keys = json.loads(file.read_text())
+    file.write_text(json.dumps(keys | {"target_modules": modules}))
     return folder
 
 
@@ -854,7 +863,7 @@ def test_an_adapter_of_peft_that_does_not_fit_is_refused(peft):
         said = f"adapts {module}, and the zoo adapts only down_proj, gate_proj, k_proj, o_proj, q_proj, "
         for stored in (tensors | more, more):
             safetensors.numpy.save_file(stored, file)
-            refused(peft, said, base=base)
+            refused(targeting(peft), said, base=base)
     safetensors.numpy.save_file({}, file)
     refused(peft, "has no factors of projections that the zoo adapts;", base=base)
     file.write_bytes(b"cut")
@@ -933,7 +942,7 @@ def test_an_adapter_of_experts_is_refused(tmp_path):
     file, layer = folder / "adapter_model.safetensors", "base_model.model.model.layers.0"
     head = np.zeros((3, 32), np.float32)
     expert = f"{layer}.block_sparse_moe.experts.0.w1.lora_A.weight"
-    safetensors.numpy.save_file(tensors_of(folder) | {expert: head}, file)
+    safetensors.numpy.save_file(tensors_of(targeting(folder)) | {expert: head}, file)
     said = "adapts model.layers.0.block_sparse_moe.experts.0.w1, and the zoo adapts only k_proj, o_proj, "
     refused(folder, said, base=f"hf:{GOLDEN / 'mixtral'}")
     safetensors.numpy.save_file({f"{layer}.mlp.experts.0.gate_proj.lora_A.weight": head}, file)

@@ -262,9 +262,9 @@ def test_times_of_a_run(tmp_path, monkeypatch):
         (6, 2, 0.5, 32, 0.25),
     ]
     # The first line's steps, with cold caches, don't count.
-    assert log.times() == ("Took 127 s, 17.0 s of it until the first step; 32 tokens/s  MFU 25.0%.")
+    assert log.times() == ("Took 127 s, 17.0 s to the first step; 32 tokens/s  MFU 25.0%.")
     log.before_first_step = {"start and data": 5.0, "compiling": 9.5, "evaluation": 0.0}
-    assert "17.0 s of it until the first step (start and data 5.0, compiling 9.5)" in log.times()
+    assert "17.0 s to the first step (start and data 5.0, compiling 9.5)" in log.times()
     log.close()
 
 

@@ -151,7 +151,7 @@ class Log:
         parts = {name: spent for name, spent in self.before_first_step.items() if spent > 0.1}
         spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
         where = f" ({spent})" if began and parts else ""
-        begin = f", {began:.1f} s of it until the first step{where}" if began else ""
+        begin = f", {began:.1f} s to the first step{where}" if began else ""
         # Caches are cold in the first line's steps.
         timed = self._timed[1:] or self._timed
         steps, seconds = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 1)

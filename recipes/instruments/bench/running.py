@@ -413,7 +413,7 @@ def _first_step(here: pathlib.Path, recipe: str, arguments: list[str]) -> float:
     """Seconds until the first step was done, which a run prints at its end."""
     shutil.rmtree(here / "run", ignore_errors=True)
     done = _python(here, recipe, arguments)
-    match = re.search(r"([\d.]+) s of it until the first step", done.stdout)
+    match = re.search(r"([\d.]+) s to the first step", done.stdout)
     if not match:
         raise UserError(f"recipes.{recipe} {' '.join(arguments)} failed: {done.stderr[-300:]}")
     return float(match[1])
