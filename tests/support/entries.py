@@ -93,10 +93,9 @@ PAIRS_OF_PARALLELISMS = {
 }
 MANY_CASES = ("dot_relu_dot", "mlp", "transformer", "moe")
 # Of the other entries, `--full` leaves these to a release: other cases of theirs have the same parallelism
-# beside a second one.
+# beside a second one. So it does with what they prove with sequence parallelism on the same mesh.
 PARTS_OF_OTHERS = {
     "8": ["dp", "fsdp"],
-    "4x2": ["fsdp_tp"],
     "data=2,expert=4": ["ep"],
     "data=4,pipe=2": ["pp"],
 }
@@ -228,7 +227,8 @@ def parallelisms(strategy: str, mesh: str) -> set[str]:
 def is_of_full_tier(entry: str, strategy: str, mesh: str) -> bool:
     if entry in MANY_CASES:
         return strategy in PAIRS_OF_PARALLELISMS.get(mesh, [])
-    return strategy not in PARTS_OF_OTHERS.get(mesh, [])
+    has_sequence_parallel = f"{strategy}_sp" in FAMILY_CASES[entry].get(mesh, [])
+    return not has_sequence_parallel and strategy not in PARTS_OF_OTHERS.get(mesh, [])
 
 
 CASES = cases()
