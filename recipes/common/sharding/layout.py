@@ -46,6 +46,11 @@ class Layout:
         return shape_of(self.model, self.config)
 
     @property
+    def dtype(self) -> str | None:
+        """The dtype of activations, if the model has a config that states it."""
+        return None if self.config is None else self.shape.dtype
+
+    @property
     def names(self) -> AxisNames:
         """The model's logical axes."""
         return self.model.names
@@ -166,7 +171,7 @@ class Layout:
     def lower(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Lowered:
         """Lowers `function` for this layout and these arguments' shapes and shardings."""
         target = platform(self.mesh.devices.flat[0])
-        options = compiler_options(self.mesh) | jit_options.pop("compiler_options", {})
+        options = compiler_options(self.mesh, self.dtype) | jit_options.pop("compiler_options", {})
         with self.trace():
             traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
             # JAX would ask the local GPUs for their platform, but there may be none.
