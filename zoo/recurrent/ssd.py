@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from .chunks import decays_in_segments, join_chunks, split_chunks
-from .state import ScalarMap, ScalarOutputs
+from .maps import ScalarMap, ScalarOutputs
 
 CHUNK = 64  # C; more: longer matmuls, but their work per position grows with C
 

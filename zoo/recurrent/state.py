@@ -58,21 +58,6 @@ class Rule(NamedTuple):
     map: str  # what A is, for each head: "matrix" or "scalar"
 
 
-class ScalarMap(NamedTuple):
-    """What positions do to any state where A is a number for each head: S → scale · S + offset."""
-
-    scale: jax.Array  # [B, N, 1, 1]
-    offset: jax.Array  # [B, N, K, V]
-
-
-class ScalarOutputs(NamedTuple):
-    """The outputs of positions that start from zeros, and how they read an incoming state."""
-
-    out: jax.Array  # [B, T, N, V]
-    read: jax.Array  # [B, T, G, K]: queries
-    scale: jax.Array  # [B, T, N], by which A has scaled the incoming state so far
-
-
 class Positions(NamedTuple):
     """What a device has of its positions."""
 

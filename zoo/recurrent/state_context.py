@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .state import ScalarMap, ScalarOutputs
+from .maps import ScalarMap, ScalarOutputs
 
 
 def identity(kind: str, state_BNKV) -> Any:
