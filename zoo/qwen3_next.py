@@ -23,6 +23,7 @@ from .options.compute_options import ComputeOptions
 from .core.config import Bounds, bounded, one_of
 from .core.decoder import Decoder
 from .recurrent.delta import GatedDelta
+from .recurrent.state import KEY_HEADS, with_states
 from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, feed_forward, position_gate
 from .core.layers import GatedMLP, AttentionType, RMSNorm, RopeScaling, add_output
 from .core.sharding import Rules, complete_tables
@@ -173,15 +174,7 @@ SIZES = {
     "qwen35_35b_a3b": Config.qwen35_35b_a3b,
 }
 
-AXES = dataclasses.replace(
-    EXPERT_DECODER,
-    logical_axes=EXPERT_DECODER.logical_axes
-    | {
-        "key_heads": "both",  # G, of queries and keys of the delta rule
-        "conv_width": "weights",  # W
-    },
-    uneven=EXPERT_DECODER.uneven | {"key_heads": "replicated", "conv_width": "replicated"},
-)
+AXES = with_states(EXPERT_DECODER)
 
 
 class Layer(nnx.Module):
@@ -238,4 +231,4 @@ complete = functools.partial(complete_tables, AXES.logical_axes)
 
 # Strategy → logical axis → mesh axis; see strategies.py. A pipeline's stage is a number of whole
 # periods: the twelve of 80b_a3b fit 2, 3, 4, 6 or 12 stages.
-RULES: dict[str, Rules] = complete(expert_rules(like_heads=("key_heads",)))
+RULES: dict[str, Rules] = complete(expert_rules(like_heads=(KEY_HEADS,)))

@@ -26,7 +26,6 @@ ZOO = pathlib.Path(__file__).parents[2] / "zoo"
 OPTIONAL = {  # file that is imported inside functions → what needs it
     "context": "rings and all-to-alls (rules with cp)",
     "cudnn": "the attention kernel of NVIDIA GPUs",
-    "delta_context": "a state that travels between devices (rules with cp)",
     "flash": "attention on any platform, and on rings of devices",
     "float32_sums": "sums of gradients over devices in float32 (reduce_dtype)",
     "gpipe": "logits, and losses of one's own, in pipelines (rules with pp)",
@@ -37,6 +36,7 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "quantization": "low precision (matmul)",
     "rope_scaling": "rotary scalings other than Llama 3's, and those of saved configs",
     "splash": "the attention kernel of TPUs",
+    "state_context": "a state that travels between devices (rules with cp)",
     "triton": "attention on NVIDIA GPUs where cuDNN has no kernel",
 }
 

@@ -141,7 +141,7 @@ def use(name: str, entry) -> None:
     model = getattr(entry, copy.MODELS[entry.__name__.rpartition(".")[2]])
     along_seq, in_stages = ("cp", "data=1,seq=8"), ("pp", "data=4,pipe=2")
     rules, axes = {
-        "context": along_seq, "delta_context": along_seq, "pipeline": in_stages, "gpipe": in_stages
+        "context": along_seq, "state_context": along_seq, "pipeline": in_stages, "gpipe": in_stages
     }.get(name, ("fsdp", "8"))  # fmt: skip
     tokens_BT = jnp.zeros((8, 128), jnp.int32)
 
@@ -183,11 +183,11 @@ def bare(inside, tmp_path, monkeypatch):
     "name", full_except(sorted({*copy.OPTIONAL} - ELSEWHERE), ["splash", "lora"])
 )
 def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
-    copied = {"delta_context": "qwen3_next"}.get(name, "llama_relatives")
+    copied = {"state_context": "qwen3_next"}.get(name, "llama_relatives")
     package = bare(copied)
     entry = importlib.import_module(f"{package.name}.{copied}")
     use("", entry)  # all else works
-    needs = {"context": ["flash"], "delta_context": ["context", "flash"], "splash": ["flash"]}
+    needs = {"context": ["flash"], "state_context": ["context", "flash"], "splash": ["flash"]}
     needs |= {"gpipe": ["pipeline"], "triton": ["flash", "splash"]}
     paths = optional(copied)
     for other in needs.get(name, []):  # on the way to it

@@ -16,7 +16,7 @@ from tests.support.quick import QUICK
 from zoo.core.attention import make_inputs
 from zoo.core.sharding import constrain, in_use
 from zoo.options.compute_options import ComputeOptions
-from zoo.recurrent import delta, delta_context, delta_rule
+from zoo.recurrent import chunks, delta, delta_rule, state, state_context
 
 pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]
 
@@ -198,7 +198,7 @@ GROUPS = [(1, 7), (2, 3)]  # devices, and a group's most positions: three groups
 
 @pytest.mark.parametrize(("devices", "group"), full_except(GROUPS, [(2, 3)]))
 def test_groups_of_positions_match_the_definition(devices, group, monkeypatch):
-    monkeypatch.setattr(delta, "GROUP", group)
+    monkeypatch.setattr(state, "GROUP", group)
     with jax.enable_x64():
         assert error(devices) < 1e-10
         assert error(devices, np.float32) < 1e-5
@@ -210,7 +210,7 @@ def test_no_product_rounds_a_state_that_travels():
     mesh = jax.make_mesh((devices,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.P(None, "seq")
     function = jax.shard_map(
-        lambda state, out: delta_context.apply_incoming(state, out, ("seq",)),
+        lambda state, out: state_context.apply_incoming("matrix", state, out, ("seq",)),
         mesh=mesh, in_specs=(jax.P("seq"), rows), out_specs=(jax.P("seq"), rows), check_vma=False,
     )  # fmt: skip
     states = jnp.zeros((devices * B, N, K, K + V))
@@ -231,9 +231,9 @@ def keep_state(monkeypatch):
 
 def shift_halo(monkeypatch):
     """The convolution reads the positions before its own one too early."""
-    halo = delta_context.halo
+    halo = state_context.halo
     monkeypatch.setattr(
-        delta_context, "halo", lambda x, *rest: [jnp.roll(y, 1, axis=1) for y in halo(x, *rest)]
+        state_context, "halo", lambda x, *rest: [jnp.roll(y, 1, axis=1) for y in halo(x, *rest)]
     )
 
 
@@ -242,18 +242,18 @@ def swap_maps(monkeypatch):
 
     def incoming(matrix, offset, seq):
         for hops in (1, 2, 4):
-            offset += matrix @ delta_context.send(offset, hops, seq)
-            matrix = delta_context.send(matrix, hops, seq) @ matrix
-        return delta_context.send(offset, 1, seq)
+            offset += matrix @ state_context.send(offset, hops, seq)
+            matrix = state_context.send(matrix, hops, seq) @ matrix
+        return state_context.send(offset, 1, seq)
 
-    monkeypatch.setattr(delta_context, "incoming_state", incoming)
+    monkeypatch.setattr(state_context, "incoming_state", incoming)
 
 
 def forget_map(monkeypatch):
     """A device adds earlier devices' states without its own decay and erasures."""
-    incoming = delta_context.incoming_state
+    incoming = state_context.incoming_state
     monkeypatch.setattr(
-        delta_context,
+        state_context,
         "incoming_state",
         lambda matrix, *rest: incoming(jnp.broadcast_to(jnp.eye(K), matrix.shape), *rest),
     )
@@ -261,10 +261,8 @@ def forget_map(monkeypatch):
 
 def round_decay(monkeypatch):
     """Decays are in bfloat16."""
-    decays = delta_rule.decays
-    monkeypatch.setattr(
-        delta_rule, "decays", lambda x: decays(x.astype(jnp.bfloat16).astype(x.dtype))
-    )
+    decays = chunks.decays
+    monkeypatch.setattr(chunks, "decays", lambda x: decays(x.astype(jnp.bfloat16).astype(x.dtype)))
 
 
 MUTATIONS = [keep_state, shift_halo, swap_maps, forget_map, round_decay]

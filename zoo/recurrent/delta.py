@@ -5,8 +5,8 @@ holds for its key towards its own, and reads S with its query:
 
     S ← decay · S;   S ← S + k · (write · (v - Sᵀk))ᵀ;   out = Sᵀq
 
-The state's size doesn't depend on T. A segment starts from a state of zeros. delta_rule.py computes
-positions in chunks; delta_context.py is for positions on several devices.
+The state's size doesn't depend on T. delta_rule.py computes positions in chunks; state.py has what
+layers with a state share.
 
 Shapes: B batch, T positions, D embed, N heads of values, G heads of queries and keys, K key dim of a
 head, V value dim of a head, W width of the convolution, F channels of it.
@@ -21,22 +21,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .delta_rule import CHUNK, chunk, run
+from .state import (
+    GROUP,
+    Positions,
+    Recurrence,
+    Rule,
+    copies_of_groups,
+    repeat_groups,
+    run_positions,
+)
 from ..core.layers import RMSNorm, multiply, sublayer_input
-from ..core.sharding import constrain, explicit, mesh_axes, param, per_device, shards, variable
-
-GROUP = 512  # positions computed at once: the backward pass keeps one group's intermediates
-
-
-class Recurrence(NamedTuple):
-    """What a recurrence computes and keeps, in numbers: elements of arrays."""
-
-    work: int  # multiplications per position of the recurrence itself
-    width: int  # numbers per position that its derivative needs; rules split them as heads
-    chunks: int  # float32 numbers per position at work in its derivative; likewise
-    group: int  # positions of a row at work at once
-    state: int  # numbers per row that it carries along T; rules split them as heads
-    erase: int  # numbers per row of the matrix that a part of T multiplies the state with; likewise
-    halo: int  # numbers per row of the positions before a part of T that it also needs
+from ..core.sharding import constrain, mesh_axes, param, per_device, variable
 
 
 class GatedDelta(nnx.Module):
@@ -106,7 +101,7 @@ class GatedDelta(nnx.Module):
         if mesh_axes("heads") != mesh_axes("key_heads"):
             # Give each device the keys of its own values, repeated no more than that takes.
             G = self.config.delta_key_heads
-            repeat = functools.partial(repeat_heads, times=math.lcm(G, shards("heads")) // G)
+            repeat = functools.partial(repeat_groups, times=copies_of_groups(G))
             q_BTGK, k_BTGK = (repeat(x, "batch", "seq") for x in (q_BTGK, k_BTGK))
             kernels = *(repeat(kernel, None) for kernel in kernels[:2]), kernels[2]
             key_heads = "heads"
@@ -142,13 +137,6 @@ class GatedDelta(nnx.Module):
         out_BTNV = constrain(out_BTNV, "batch", "seq", "heads", "head_dim")
         out_BTD = multiply(out_BTNV, self.o, contract=2, seq="residual_seq")
         return out_BTD, tuple(results[1:])
-
-
-def repeat_heads(x, *axes, times: int) -> jax.Array:
-    """[..., G, K] → [..., G · times, K], split as `heads`; axes: of the dims before G."""
-    split = (*axes, "key_heads", None)
-    repeated = jnp.repeat(constrain(x, *split), times, axis=-2, out_sharding=explicit(*split))
-    return constrain(repeated, *axes, "heads", None)
 
 
 class Arrays(NamedTuple):
@@ -189,95 +177,40 @@ def axes_of_arrays(key_heads: str) -> Arrays:
 
 def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False) -> list:
     """One device's part of a GatedDelta, from its projections to [outputs], [B, T, N, V], float32;
-    if it `generates`, also the last state and the last inputs of the convolution.
-
-    Args:
-      seq: the mesh axes that split T.
+    if it `generates`, also what a cache keeps. See `run_positions`.
     """
     q, k, v, log_decay, write, *kernels, ids_BT, state, inputs = arrays
     B, T, N, V = v.shape
-    K = k.shape[3]
-    is_split = bool(seq) and jax.lax.axis_size(seq) > 1
-    kernel_WF = jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=-1)
-    x_BTF = jnp.concatenate([x.reshape(B, T, -1) for x in (q, k, v)], axis=-1)
-    width = len(kernel_WF) - 1
-    if ids_BT is None:
-        ids_BT = jnp.zeros((B, T), jnp.int32)
-    if inputs is None:
-        inputs = jnp.zeros((B, width, x_BTF.shape[-1]), x_BTF.dtype)
-    ids_before = jnp.broadcast_to(ids_BT[:, :1], (B, width))
-    if state is None:
-        state = jnp.zeros((B, N, K, V), log_decay.dtype)
-    if is_split:
-        from .delta_context import apply_incoming, from_last, halo, identity
-
-        inputs, ids_before = halo((x_BTF, ids_BT), width, seq)
-        state = identity(state)
-    groups = math.ceil(T / GROUP)
-
-    def split(x, mode="constant"):  # [B, T, ...] → [groups, B, positions of a group, ...]
-        x = jnp.pad(x, ((0, 0), (0, -T % groups), *[(0, 0)] * (x.ndim - 2)), mode=mode)
-        return x.reshape(B, groups, -1, *x.shape[2:]).swapaxes(0, 1)
-
-    group = functools.partial(run_group, kernel_WF, q.shape[2:], v.shape[2:])
-    if groups > 1:
-        group = jax.checkpoint(group, prevent_cse=False)
-    by_group = (*map(split, (x_BTF, log_decay, write)), split(ids_BT, "edge"))
-    (state, *_), out = jax.lax.scan(group, (state, inputs, ids_before), by_group)
-    out = out.swapaxes(0, 1).reshape(B, -1, *out.shape[3:])[:, :T]
-    if is_split:
-        state, out = apply_incoming(state, out, seq)
-    outputs = [out]
-    if generates:
-        x = jnp.concatenate((inputs, x_BTF), axis=1)
-        ids = jnp.concatenate((ids_before, ids_BT), axis=1)
-        ids, x = ids[:, -width:], x[:, -width:]
-        last = jnp.where((ids == ids[:, -1:])[..., None], x, 0)
-        if is_split:
-            state, last = (from_last(x, seq) for x in (state, last))
-        outputs += [state, last]
-    return outputs
+    G, K = q.shape[2:]
+    positions = Positions(
+        x_BTF=jnp.concatenate([x.reshape(B, T, -1) for x in (q, k, v)], axis=-1),
+        kernel_WF=jnp.concatenate([x.reshape(len(x), -1) for x in kernels], axis=-1),
+        bias_F=None,
+        by_position=(log_decay, write),
+        ids_BT=ids_BT,
+        state=state,
+        inputs=inputs,
+    )
+    rule = Rule(functools.partial(step, (G, K), (N, V)), (N, K, V), map="matrix")
+    return run_positions(rule, positions, seq, generates)
 
 
-def run_group(kernel_WF, keys: tuple, values: tuple, before, positions):
-    """Positions computed at once: (the new `before`, outputs).
+def step(keys: tuple, values: tuple, state, mixed_BTF, by_position, starts_BT):
+    """`Rule.step` of the gated delta rule.
 
     Args:
       keys: (G, K); values: (N, V).
-      before: the state, and the inputs of the convolution before these positions with their ids.
-      positions: inputs of the convolution, logarithms of decays, writes and ids.
+      by_position: logarithms of decays, and writes.
     """
     (G, K), (N, V) = keys, values
-    state, inputs, ids_before = before
-    x_BTF, log_decay, write, ids_BT = positions
-    width = len(kernel_WF) - 1
-    x = jnp.concatenate((inputs, x_BTF), axis=1)
-    ids = jnp.concatenate((ids_before, ids_BT), axis=1)
-    mixed_BTF = jax.nn.silu(convolve(x, kernel_WF, ids))
+    log_decay, write = by_position
     q, k, v = jnp.split(mixed_BTF, (G * K, 2 * G * K), axis=-1)
     q, k = (unit(x.reshape(*x.shape[:2], G, K)) for x in (q, k))
     q, k = (jnp.repeat(x, N // G, axis=2) for x in (q, k))
     v = v.reshape(*v.shape[:2], N, V)
-    starts_BT = ids_BT != ids[:, width - 1 : -1]
     chunks = chunk(q * K**-0.5, k, v, log_decay, write, starts_BT)
     state, out = run(chunks, state)
-    return (state, x[:, -width:], ids[:, -width:]), out[:, : starts_BT.shape[1]]
-
-
-def convolve(x_BSF, kernel_WF, ids_BS) -> jax.Array:
-    """A causal convolution of each channel within its segment: [B, T, F], in the kernel's dtype.
-
-    x and ids have the W - 1 positions before the first one too: S = W - 1 + T.
-    """
-    W = len(kernel_WF)
-    T = x_BSF.shape[1] - W + 1
-    own_BT = ids_BS[:, W - 1 :]
-    x_BSF = x_BSF.astype(kernel_WF.dtype)
-    total_BTF = jnp.zeros_like(x_BSF[:, W - 1 :])
-    for w in range(W):
-        same_BT1 = (ids_BS[:, w : w + T] == own_BT)[..., None]
-        total_BTF += jnp.where(same_BT1, x_BSF[:, w : w + T], 0) * kernel_WF[w][None, None]
-    return total_BTF
+    return state, out[:, : starts_BT.shape[1]]
 
 
 def unit(x, eps: float = 1e-6):

@@ -7,10 +7,13 @@ Shapes: B batch, T positions, N heads, K key dim, V value dim of a head, C posit
 columns of a state.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from .chunks import decays_in_segments, join_chunks, split_chunks
 
 CHUNK = 64  # C; more: longer matmuls, but their work per position grows with C
 
@@ -33,20 +36,10 @@ def chunk(q_BTNK, k_BTNK, v_BTNV, log_decay_BTN, write_BTN, starts_BT, size: int
       starts_BT: whether a position is the first of a segment.
       size: C; T is padded to a multiple of it.
     """
-    T = q_BTNK.shape[1]
-    C = min(size, T)
-
-    def split(x_BTN):  # [B, T, N, ...] → [n, B, N, C, ...]
-        x = jnp.pad(x_BTN, ((0, 0), (0, -T % C), *[(0, 0)] * (x_BTN.ndim - 2)))
-        x = x.reshape(x.shape[0], -1, C, *x.shape[2:])
-        return jnp.moveaxis(x, (1, 3), (0, 2)) if x.ndim > 3 else x.swapaxes(0, 1)
-
+    split = functools.partial(split_chunks, size=size)
     q, k, v, log_decay, write = map(split, (q_BTNK, k_BTNK, v_BTNV, log_decay_BTN, write_BTN))
-    segment = jnp.cumsum(split(starts_BT.astype(jnp.int32)), axis=-1)[:, :, None]  # of the chunk
-    since_start, pairs = decays(log_decay)
-    is_same = segment[..., :, None] == segment[..., None, :]
-    pairs = jnp.where(is_same & jnp.tri(C, dtype=bool)[None, None, None], pairs, 0)
-    since_start = jnp.where(segment == 0, since_start, 0)[..., None]
+    since_start, pairs = decays_in_segments(log_decay, split(starts_BT.astype(jnp.int32)))
+    since_start = since_start[..., None]
     overlaps = write[..., None] * pairs * jnp.einsum("...ik,...jk->...ij", k, k)
     rows = write[..., None] * jnp.concatenate((since_start * k, v), axis=-1)
     solved = inverse(overlaps) @ rows
@@ -93,22 +86,6 @@ def _inverse_backward(inverted, grad):
 inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
-def decays(log_decay_C) -> tuple[jax.Array, jax.Array]:
-    """The decay from before the chunk to each position, [..., C], and from each position to each
-    later one, [..., C, C].
-
-    Logarithms are summed over just the positions between; a difference of two sums from the chunk's
-    start would lose the digits of a slow decay after a fast one.
-    """
-    C = log_decay_C.shape[-1]
-    later, between, earlier = jnp.ogrid[:C, :C, :C]
-    is_between = ((earlier < between) & (between <= later)).astype(log_decay_C.dtype)
-    sums_CC = jnp.einsum(
-        "...l,ilj->...ij", log_decay_C, is_between, precision=jax.lax.Precision.HIGHEST
-    )
-    return jnp.exp(jnp.cumsum(log_decay_C, axis=-1)), jnp.exp(sums_CC)
-
-
 def run(chunks: Chunks, state_BNKX) -> tuple[jax.Array, jax.Array]:
     """Returns the state after all chunks, and the outputs of all positions, [B, n · C, N, X].
 
@@ -123,5 +100,4 @@ def run(chunks: Chunks, state_BNKX) -> tuple[jax.Array, jax.Array]:
         return chunk.keep * state + chunk.keys.mT @ new, out
 
     state, out = jax.lax.scan(one, state_BNKX, chunks)
-    out = jnp.moveaxis(out, (0, 2), (1, 3))  # [n, B, N, C, X] → [B, n, C, N, X]
-    return state, out.reshape(out.shape[0], -1, *out.shape[3:])
+    return state, join_chunks(out)
