@@ -1,13 +1,23 @@
 """Flags without effect are refused, in every command that takes them."""
 
+import dataclasses
+import json
+
 import pytest
 
+from data import DataError, pairs
 from data.tokenizer import BYTES
-from recipes import distill, evaluate, generate
+from recipes import distill, evaluate, generate, meshes
 from recipes.common.distillation.student_loss import Distillation
-from recipes.common.runtime import Run, UserError
+from recipes.common.language.sample import Sample
+from recipes.common.preference.losses import Loss
+from recipes.common.runtime import Run, UserError, make_mesh
+from recipes.common.sharding import make_layout
 from recipes.evaluate import Evaluate, check_used
 from recipes.generate import Generate
+from recipes.instruments.explore import command as explore
+from recipes.instruments.plan import command as plan
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("user-errors")
 
@@ -71,3 +81,53 @@ def test_evaluate_names_columns_that_nothing_uses(tmp_path, capsys):
     file.write_text('{"text": "a text of several words", "author": "me"}\n' * 8)
     evaluate.load(str(file), Evaluate(dataset=str(file)), 16, BYTES)
     assert "'author'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("group", "flags"),
+    [
+        *((Sample(sample_bytes=0), {name: value}) for name, value in
+          {"prompt": "a", "chat": True, "temperature": 0.0, "sample_rules": "tp"}.items()),
+        *((Distillation(alpha=0.0), {name: value}) for name, value in
+          {"tau": 2.0, "divergence": "js", "top_k": 4, "teacher_rules": "tp", "teacher_dtype": "bfloat16"}.items()),
+        *((Loss(loss=kind), {"target_margin": 0.5}) for kind in ("dpo", "ipo", "orpo", "kto")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_flags_of_what_is_left_out_are_refused(group, flags):
+    (name,) = flags
+    check(group)
+    with pytest.raises(UserError, match=rf"^--{name}="):
+        check(dataclasses.replace(group, **flags))
+
+
+def check(group):
+    """What a recipe asks of a group before it begins."""
+    if isinstance(group, Sample):
+        mesh = make_mesh("1")
+        group.check(Transformer, make_layout(Transformer, Config.tiny(), mesh), BYTES)
+
+
+def test_as_chat_is_for_texts(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    row = {"prompt": [{"role": "user", "content": "Hi"}], **answers}
+    file.write_text(json.dumps(row) + "\n")
+    for dataset in (str(file), "stdlib"):
+        with pytest.raises(DataError, match=r"^--as_chat is for texts"):
+            pairs.load(dataset, as_chat=True)
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "name"),
+    [
+        (explore.main, explore.Flags(from_="runs/x", entry="moe"), "entry"),
+        (explore.main, explore.Flags(from_="runs/x", mesh="8"), "mesh"),
+        (meshes.main, meshes.Flags(entry="mlp", meshes="1", seq_len=64), "seq_len"),
+        (plan.main, plan.Flags(entry="vit", seq_len=64), "seq_len"),
+    ],
+    ids=["explore entry", "explore mesh", "meshes", "plan"],
+)
+def test_instruments_refuse_what_they_would_not_use(main, flags, name):
+    with pytest.raises(UserError, match=rf"^--{name}="):
+        main(flags)
