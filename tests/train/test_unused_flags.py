@@ -7,8 +7,9 @@ import pytest
 
 from data import DataError, pairs
 from data.tokenizer import BYTES
-from recipes import distill, evaluate, generate, meshes
+from recipes import distill, evaluate, generate, meshes, transformer
 from recipes.common.distillation.student_loss import Distillation
+from recipes.common.language import messages
 from recipes.common.language.sample import Sample
 from recipes.common.preference.losses import Loss
 from recipes.common.runtime import Run, UserError, make_mesh
@@ -131,3 +132,19 @@ def test_as_chat_is_for_texts(tmp_path):
 def test_instruments_refuse_what_they_would_not_use(main, flags, name):
     with pytest.raises(UserError, match=rf"^--{name}="):
         main(flags)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "named"),
+    [
+        ("1", ["context", "pipeline"]),
+        ("data=1,seq=2", ["pipeline"]),
+        ("data=1,pipe=2", ["context"]),
+    ],
+)
+def test_flags_of_what_a_mesh_does_not_split_are_named(mesh, named):
+    flags = dataclasses.replace(transformer.MODEL, context="ring", pipeline="gpipe")
+    layout = make_layout(Transformer, Config.tiny(), make_mesh(mesh))
+    lines = messages.without_effect(layout, flags)
+    assert [line.partition("=")[0] for line in lines] == [f"--{name}" for name in named]
+    assert not messages.without_effect(layout, transformer.MODEL)
