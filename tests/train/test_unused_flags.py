@@ -72,6 +72,13 @@ def test_generate_batches_prompts_of_a_file_alone():
         generate.questions(Generate(prompt="def", batch_size=4), BYTES)
 
 
+def test_generate_makes_messages_of_prompts_alone(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    with pytest.raises(UserError, match=r"^--chat=true is for prompts"):
+        generate.questions(Generate(prompts=str(file), chat=True), BYTES)
+
+
 def test_distill_makes_no_new_student_beside_a_trained_one():
     with pytest.raises(UserError, match=r"^--student="):
         distill.entry_and_size(Run(restore_from="x"), Distillation(student="moe.tiny"))
