@@ -21,7 +21,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
-from data import DataError, buckets, hub
+from data import DataError, buckets, hub, whole_texts
 from data.batches import Dataset, Rows
 from data.digits import DIGITS, check_row
 
@@ -163,10 +163,12 @@ def load(
     notes: tuple[str, ...] = ()
     if path.is_dir() and (not has_table or any(entry.is_dir() for entry in shown)):
         check_columns(dataset, {"image_column": image_column, "label_column": label_column})
-        names, form, train, test = _folder(path, dataset, form)
         notes = _unread(path)
+        names, form, train, test = _folder(path, dataset, form)
     else:
-        names, form, train, test = _rows(path, dataset, image_column, label_column, form)
+        splits = _splits_of_rows(path, dataset)
+        notes = _unused(splits[0], dataset, (image_column, label_column))
+        names, form, train, test = _rows(splits, dataset, image_column, label_column, form)
     if len(names) < 2:
         raise DataError(
             f"--dataset={dataset} has a single class, {names[0]!r}; add a folder for another one"
@@ -353,8 +355,8 @@ def _channels(files: list[pathlib.Path], dataset: str) -> int:
 # ---- rows with columns for image and label -------------------------------------------------------
 
 
-def _rows(path: pathlib.Path, dataset: str, image: str, label: str, form: Form):
-    """Reads a dataset of the Hub, or files of the same structure. Returns what `_folder` does."""
+def _splits_of_rows(path: pathlib.Path, dataset: str) -> list[hub.Rows]:
+    """Rows to train on, and to evaluate on if there are any: of the Hub, or of files of the same structure."""
     name = str(path) if path.is_dir() else dataset.removeprefix("hf:")
     if dataset == "digits":
         name = str(DIGITS)
@@ -363,7 +365,18 @@ def _rows(path: pathlib.Path, dataset: str, image: str, label: str, form: Form):
             f"--dataset={dataset} is not a folder; use digits, a folder with one subfolder for each "
             "class, or hf:NAME"
         )
-    splits, parts = [split for split in hub.load(name, dataset) if split is not None], []
+    return [split for split in hub.load(name, dataset) if split is not None]
+
+
+def _unused(rows: hub.Rows, dataset: str, used: tuple[str, str]) -> tuple[str, ...]:
+    """A line that names the columns besides the picture and its label."""
+    first = next(iter(hub.read_errors(rows, dataset)), {})
+    return tuple(whole_texts.unused([[("", first)]], used)) if {*used} <= {*first} else ()
+
+
+def _rows(splits: list[hub.Rows], dataset: str, image: str, label: str, form: Form):
+    """Reads the rows of each split. Returns what `_folder` does."""
+    parts = []
     features = getattr(splits[0], "features", None) or {}
     names = list(getattr(features.get(label), "names", None) or [])
     for split in splits:

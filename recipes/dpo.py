@@ -76,7 +76,7 @@ def main(
     # ---- Data: batch k is a pure function of (seed, k); a row is a pair --------------------------
     dataset = data.load(tokenizer, labelled=loss.loss == probe.LABELLED)
     print0(*dataset.notes, *kernel.report(layout, data.seq_len, False), *describe_set(flags))
-    print0(*references.describe(reference, ref))
+    print0(*language.messages.without_effect(layout, flags), *references.describe(reference, ref))
     if reference:
         dataset = dataset._replace(facts=dataset.facts | {"frozen": reference.key})
     if reference and ref.reference == STORED:

@@ -202,6 +202,7 @@ def test_rows_without_a_held_out_split(tmp_path):
     rows = [{"image": [[0, i % 7], [3, 6]], "label": i % 3} for i in range(30)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = images.load(str(tmp_path), image_size=2)
+    assert data.notes == ()
     assert (len(data.train), len(data.held_out)) == (27, 3)
     assert data.config["labels"] == ("0", "1", "2")
     assert (
@@ -230,10 +231,14 @@ def test_columns_are_for_rows(pets):
 def test_rows_may_have_encoded_pictures(pets, tmp_path):
     """As Parquet files have them that `datasets` has not written."""
     encoded = [file.read_bytes() for file in sorted(pets.rglob("*.png"))[:2]]
-    rows = [{"image": {"bytes": encoded[n % 2], "path": None}, "label": n % 2} for n in range(20)]
+    rows = [
+        {"image": {"bytes": encoded[n % 2], "path": None}, "label": n % 2, "alt": "a"}
+        for n in range(20)
+    ]
     (tmp_path / "rows").mkdir()
     hub.library().Dataset.from_list(rows).to_parquet(tmp_path / "rows" / "train.parquet")
     data = images.load(str(tmp_path / "rows"), image_size=2)
+    assert data.notes == ("Columns that are not used: 1 ('alt').",)
     for n in range(2):
         with PIL.Image.open(io.BytesIO(encoded[n])) as one:
             wanted = images.resized(one, images.Form(2, 3))

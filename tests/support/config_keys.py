@@ -26,7 +26,7 @@ FOLDERS = (  # golden folders: of most architectures, and of each rotary scaling
     *("ministral3", "mistral3", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "bert", "roberta"),
     *("gpt2", "gpt_oss", "llama2", "odd_llama", "odd_qwen3", "smollm", "gemma2", "gemma3"),
     *("modernbert", "xlmr", "siglip", "clip", "vit", "gemma3_vision"),
-    *("granitemoe", "glm4_moe"),
+    *("granitemoe", "glm4_moe", "minimax_m2"),
 )
 
 

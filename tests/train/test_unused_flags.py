@@ -7,8 +7,9 @@ import pytest
 
 from data import DataError, pairs
 from data.tokenizer import BYTES
-from recipes import distill, evaluate, generate, meshes
+from recipes import distill, evaluate, generate, meshes, transformer
 from recipes.common.distillation.student_loss import Distillation
+from recipes.common.language import messages
 from recipes.common.language.sample import Sample
 from recipes.common.preference.losses import Loss
 from recipes.common.runtime import Run, UserError, make_mesh
@@ -71,6 +72,13 @@ def test_generate_batches_prompts_of_a_file_alone():
         generate.questions(Generate(prompt="def", batch_size=4), BYTES)
 
 
+def test_generate_makes_messages_of_prompts_alone(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    with pytest.raises(UserError, match=r"^--chat=true is for prompts"):
+        generate.questions(Generate(prompts=str(file), chat=True), BYTES)
+
+
 def test_distill_makes_no_new_student_beside_a_trained_one():
     with pytest.raises(UserError, match=r"^--student="):
         distill.entry_and_size(Run(restore_from="x"), Distillation(student="moe.tiny"))
@@ -131,3 +139,19 @@ def test_as_chat_is_for_texts(tmp_path):
 def test_instruments_refuse_what_they_would_not_use(main, flags, name):
     with pytest.raises(UserError, match=rf"^--{name}="):
         main(flags)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "named"),
+    [
+        ("1", ["context", "pipeline"]),
+        ("data=1,seq=2", ["pipeline"]),
+        ("data=1,pipe=2", ["context"]),
+    ],
+)
+def test_flags_of_what_a_mesh_does_not_split_are_named(mesh, named):
+    flags = dataclasses.replace(transformer.MODEL, context="ring", pipeline="gpipe")
+    layout = make_layout(Transformer, Config.tiny(), make_mesh(mesh))
+    lines = messages.without_effect(layout, flags)
+    assert [line.partition("=")[0] for line in lines] == [f"--{name}" for name in named]
+    assert not messages.without_effect(layout, transformer.MODEL)
