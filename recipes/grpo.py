@@ -19,7 +19,7 @@ from recipes.common.flags.config_flags import configure, describe_set
 from recipes.common.generation.rollouts import Sampler, sampling_layout
 from recipes.common.language import DECODER, Training
 from recipes.common.preference.preference_flags import STORED, Reference
-from recipes.common.preference.reference import frozen_start
+from recipes.common.preference.reference import describe, frozen_start
 from recipes.common.reinforcement.losses import PolicyLoss
 from recipes.common.reinforcement.objective import Objective
 from recipes.common.reinforcement.online import Online, Rollout
@@ -93,9 +93,9 @@ def main(
     else:
         refuse_unused(ref, vars(ref), "a reference, and --kl=0 has none", "add --kl=0.01")
     copy = reference if reference and not reference.shares_weights else None
-    about = f"Samples with rules {sampling.strategy}. Reference: {reference or 'none'}."
+    about = f"Samples with rules {sampling.strategy}.", *describe(reference, ref)
     if run.plan:
-        return PlannedStep(layout, training, reference and reference.in_plan, notes=[about])
+        return PlannedStep(layout, training, reference and reference.in_plan, notes=about)
 
     # ---- Prompts and rewards; batch k is a function of (seed, k) and the state before it ---------
     asked = questions.load(
