@@ -14,7 +14,7 @@ from typing import Any
 
 from data import questions
 from recipes.common import checkpoint, entries, language
-from recipes.common.checkpoint import flags_of, open_run
+from recipes.common.checkpoint import flags_of, open_run, probe
 from recipes.common.flags.config_flags import configure, describe_set
 from recipes.common.generation.rollouts import Sampler, sampling_layout
 from recipes.common.language import DECODER, Training
@@ -57,7 +57,7 @@ def main(
         run, workdir=run.workdir or "runs/grpo", restore_from=started_from(run)
     )
     entry = language.decoder_of(run.restore_from)
-    folder = open_run(entry, run, rollout, flags, loss, reward, ref, training, recipe="grpo")
+    folder = open_run(entry, run, rollout, flags, loss, reward, ref, training, recipe=probe.ANSWERS)
     tokenizer = checkpoint.tokenizer_for(rollout.tokenizer, folder.start)
     assert folder.start
     config = configure(checkpoint.config_of(folder.start), flags, mesh.devices.flat[0])
@@ -102,7 +102,7 @@ def main(
         rollout.dataset, rollout.longest_prompt, tokenizer, rollout.eval_dataset, rollout.as_chat
     )
     print0(
-        *asked.notes, *kernel.report(layout, rollout.seq_len, False), *describe_set(flags), about
+        *asked.notes, *kernel.report(layout, rollout.seq_len, False), *describe_set(flags), *about
     )
     online = Online(
         flags=rollout,

@@ -10,7 +10,7 @@ from recipes.common.reinforcement import parses
 from recipes.common.reinforcement.rewards import Answered, RewardFlags, Rewards
 from recipes.common.runtime import Stopped, UserError
 
-pytestmark = pytest.mark.promise("reinforcement")
+pytestmark = pytest.mark.promise("rewards")
 
 SOURCE = """
 import time

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,11 @@ from zoo.options.rope_scaling import LongRope
 
 
 class Answers(NamedTuple):
-    """The answers of a batch of prompts, on the host."""
+    """The answers of a batch of prompts: NumPy arrays on the host, JAX arrays inside the program."""
 
-    tokens_BN: np.ndarray  # int32; -1 after the token that ended a row
-    log_probs_BN: np.ndarray  # float32, nats at the sampling temperature; 0 after the end
-    entropies_BN: np.ndarray  # float32, nats, of the distribution of each token; likewise
+    tokens_BN: Any  # int32; -1 after the token that ended a row
+    log_probs_BN: Any  # float32, nats at the sampling temperature; 0 after the end
+    entropies_BN: Any  # float32, nats, of the distribution of each token; likewise
 
 
 @dataclasses.dataclass(frozen=True)
