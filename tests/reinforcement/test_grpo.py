@@ -119,7 +119,7 @@ def test_an_answer_does_not_depend_on_its_neighbours():
     every = sampler(variables, PROMPTS, IDS)
     some = sampler(variables, PROMPTS[::-1], IDS[::-1])
     np.testing.assert_array_equal(some.tokens_BN[::-1], every.tokens_BN)
-    ended = np.argwhere((0 <= every.tokens_BN) & (every.tokens_BN < 100))
+    ended = np.argwhere((every.tokens_BN >= 0) & (every.tokens_BN < 100))
     assert any(n < LONGEST - 1 for _, n in ended)
     for b, n in ended:
         assert (every.tokens_BN[b, n + 1 :] == -1).all()
