@@ -10,24 +10,24 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from recipes.common.runtime import UserError
-from recipes.common.sharding import Layout, Tree
+from recipes.common.sharding import Layout, Tree, make_layout
 from zoo.options import cache as zoo_cache
 from zoo.options.rope_scaling import LongRope
 
 
 class Answers(NamedTuple):
-    """The answers of a batch of prompts, on the host."""
+    """The answers of a batch of prompts: NumPy arrays on the host, JAX arrays inside the program."""
 
-    tokens_BN: np.ndarray  # int32; -1 after the token that ended a row
-    log_probs_BN: np.ndarray  # float32, nats at the sampling temperature; 0 after the end
-    entropies_BN: np.ndarray  # float32, nats, of the distribution of each token; likewise
+    tokens_BN: Any  # int32; -1 after the token that ended a row
+    log_probs_BN: Any  # float32, nats at the sampling temperature; 0 after the end
+    entropies_BN: Any  # float32, nats, of the distribution of each token; likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,3 +146,29 @@ class Sampler:
         )
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=1)
         return new.tokens_BN, Answers(*(put(x, y) for x, y in zip(written, new, strict=True)))
+
+
+def sampling_layout(model: type, training: Layout, rules: str = "") -> Layout:
+    """The layout in which a training run samples, on the same mesh.
+
+    Without rules, those of training, but weights are stored as they are used: training may gather them
+    for each use, here that would be for each token. Raises UserError if the rules don't fit.
+    """
+    if rules:
+        try:
+            layout = make_layout(model, training.config, training.mesh, rules)
+        except UserError as error:  # the run's own rules were found to fit
+            raise UserError(str(error).replace("--rules", "--sample_rules")) from None
+    else:
+        own = training.strategies.get(training.strategy, training.rules)
+        gathered = own | {
+            rest: own[used] for rest, used in training.names.in_use.items() if used in own
+        }
+        layout = make_layout(model, training.config, training.mesh, gathered)
+        layout = dataclasses.replace(layout, strategy=f"{training.strategy}, gathered once")
+    if layout.stages > 1:
+        raise UserError(
+            f"the rules {layout.strategy!r} put layers into {layout.stages} stages, which can't sample "
+            "answers; use --sample_rules=fsdp, for example"
+        )
+    return layout

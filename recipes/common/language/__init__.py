@@ -3,6 +3,7 @@
 from recipes.common.flags.config_flags import DECODER, EXPERTS, model_flags
 from recipes.common.language import messages as messages
 from recipes.common.language.recipe import (
+    decoder_of,
     fine_tuning,
     for_another_loss,
     main,
