@@ -22,7 +22,7 @@ from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model
 from recipes.common.sharding.compiler_options import compiler_options, platform
 from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
-from recipes.common.sharding.shape import Shape, check_length, shape_of
+from recipes.common.sharding.shape import Shape, check_length, shape_of, stated_dtype
 from zoo.core.sharding import AxisNames, optimizer_axes
 
 
@@ -48,7 +48,7 @@ class Layout:
     @property
     def dtype(self) -> str | None:
         """The dtype of activations, if the model has a config that states it."""
-        return None if self.config is None else self.shape.dtype
+        return stated_dtype(self.config)
 
     @property
     def names(self) -> AxisNames:
