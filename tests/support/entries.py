@@ -47,6 +47,11 @@ FAMILY_CASES = {
         "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
         "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
     },
+    "gemma4": {
+        "4x2": ["fsdp_tp_sp"],
+        "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
+        "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
+    },
     "deepseek": {
         "4x2": ["fsdp_tp"],
         "1x8": ["fsdp_tp"],

@@ -71,7 +71,7 @@ def run_layers(self, x, inputs) -> tuple[jax.Array, Any, Any]:
         name: (*of_layers(name), inputs.of_stack(name, self.layers[name]) if is_cached else None)
         for name in dict.fromkeys(config.pattern)
     }
-    order = list(zip(config.pattern, config.kinds, strict=False))
+    order = list(zip(config.pattern, config.kinds, strict=True))
     latest = no_keys(config, x_BTD) if config.shared_layers else {}
     (x_BTD, latest), outputs = scan_periods(
         run_own, (x_BTD, latest), stacks, tuple(order), remat, config.pattern
@@ -86,9 +86,8 @@ def run_layers(self, x, inputs) -> tuple[jax.Array, Any, Any]:
         }
         start = first_shared % len(order)
         order = order[start:] + order[:start]
-        readers = {READS[name]: of_layers(READS[name]) for name, _ in order}
-        readers = {name: layers for name, layers in readers.items() if name in self.layers}
         period = tuple(READS[name] for name, _ in order)
+        readers = {name: of_layers(name) for name in dict.fromkeys(period) if name in self.layers}
         x_BTD, outputs = scan_periods(run_shared, x_BTD, readers, tuple(order), remat, period)
         metrics += outputs.values()
     return x_BTD, kept, jax.tree.map(lambda *x: jnp.concatenate(x), *metrics)

@@ -48,7 +48,7 @@ OF_A_LAYER = {  # path inside a layer → as in tensors.py
     "embedding/gate": (f"{LAYER}.per_layer_input_gate.weight", "DP", "P D"),
     "embedding/out": (f"{LAYER}.per_layer_projection.weight", "PD", "D P"),
     "post_embedding_norm/scale": (f"{LAYER}.post_per_layer_input_norm.weight", "D", "D"),
-    "scalar": (f"{LAYER}.layer_scalar", "S", "S"),
+    "scalar": (f"{LAYER}.layer_scalar", "", "1"),
 }
 OUTSIDE = {path: row for path, row in relative.TENSORS.items() if not path.startswith("layers/")}
 OUTSIDE |= {
@@ -239,6 +239,8 @@ def global_heads(file: ConfigFile, every: int, same: bool) -> tuple[int, int]:
         return kv_heads, file.number(GLOBAL_DIM, 512)
     layers = file.number("num_hidden_layers")
     numbers = {str(n) for n in range(every - 1, layers, every)}
+    if by_layer == {}:  # all layers are alike
+        return kv_heads, file.number("head_dim")
     if not isinstance(by_layer, dict) or {*by_layer} != numbers:
         raise file.refused(BY_LAYER, by_layer)
     first, *others = by_layer.values()

@@ -213,8 +213,9 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
     vocab_size = sizes.get(VOCAB, 0)
     learned = sizes.get(POSITIONS)
     windows = [kind.window for kind in _stated(config, "kinds") or ()] or [None]
-    stacks = _stacks(weights, _stated(config, "period") or ())
-    names = [*_order(stacks, _stated(config, "period") or ())]
+    unlike = _stated(config, "period") or ()  # the stacks of a period
+    stacks = _stacks(weights, unlike)
+    names = [*_order(stacks, unlike)]
     embed = _embed(weights, model.names)
     causal = vocab_size > 0 and _stated(config, "causal") is not False
     kind_by_layer = [(name, windows[n % len(windows)]) for n, name in enumerate(names)]
@@ -233,7 +234,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         vocab_size=vocab_size,
         logits=0 if _stated(config, "task") in ("classify", "embed") else vocab_size,
         max_positions=learned if vocab_size else None,
-        period=len(windows),
+        period=len(unlike or windows),
         pipe_rounds=rounds(config) if _stated(config, "pipeline") else 1,
         mtp_layers=int(any(path.startswith(HEAD_PATH) for path in weights)),
         positions=1 if vocab_size else learned or model.positions,
