@@ -251,16 +251,14 @@ class Layer(nnx.Module):
         self.mlp_norm = norm()
         self.mlp = GatedMLP(config, jax.nn.gelu, width, rngs=rngs)  # by tanh
         self.experts = NormedExperts(config, rngs=rngs) if config.num_experts else None
-        self.mlp_out_norm = norm() if config.num_experts else None
+        self.mlp_out_norm: Any = norm() if config.num_experts else None
         self.post_mlp_norm = norm()
         embeds = config.layer_embed > 0
         self.embedding = LayerEmbedding(config, rngs=rngs) if embeds else None
         self.post_embedding_norm = norm() if embeds else None
         self.scalar = ones((), (), LayerScalar)
 
-    def __call__(
-        self, x_BTD, inputs, kind, cache_index=None, shared_kv=None, embedding_BTP=None
-    ):
+    def __call__(self, x_BTD, inputs, kind, cache_index=None, shared_kv=None, embedding_BTP=None):
         """A Decoder's layer; for shared_kv and embedding_BTP, see shared_keys.run_layers."""
         normed_BTD = self.attention_norm(x_BTD)
         out_BTD, kv = self.attention(normed_BTD, inputs, kind, cache_index, shared_kv)
@@ -335,7 +333,7 @@ class Attention(nnx.Module):
         self.v = param(rngs, (D, K, H), kv_axes, D**-0.5) if has_values else None
         self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out_stddev)
         self.q_norm = norm()
-        self.k_norm = norm() if has_keys else None
+        self.k_norm: Any = norm() if has_keys else None
         if has_keys:  # scores begin divided by √H, which then is learned
             self.k_norm.scale = variable(jnp.full(H, H**-0.5, jnp.float32), ("norm",))
         of_keys = {"k": 1} if has_keys else {}
@@ -355,7 +353,7 @@ class Attention(nnx.Module):
         return out_BTD, (k_BTKH, v_BTKH)
 
     def keys_and_values(self, x_BTD, inputs, kind) -> tuple[jax.Array, jax.Array]:
-        """This layer's own keys, rotated, and values; x_BTD: from `sublayer_input`."""
+        """The layer's own keys, rotated, and values; x_BTD: from `sublayer_input`."""
         k_BTKH = multiply(x_BTD, self.k)
         v_BTKH = rms_normed(k_BTKH if self.v is None else multiply(x_BTD, self.v), self.eps)
         return inputs.rotate(self.k_norm(k_BTKH), kind), v_BTKH

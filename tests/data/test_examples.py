@@ -90,7 +90,17 @@ def test_evaluation_weighs_each_example_once():
 ROWS = 8
 # Entry → the part of a batch that marks padding.
 PADDING = {"dot_relu_dot": "weight", "mlp": "label", "vit": "label"}
-TOKENS = ("transformer", "moe", "gpt2", "gemma3", "gemma4", "gpt_oss", "deepseek", "qwen3_next", "bert")
+TOKENS = (
+    "transformer",
+    "moe",
+    "gpt2",
+    "gemma3",
+    "gemma4",
+    "gpt_oss",
+    "deepseek",
+    "qwen3_next",
+    "bert",
+)
 PADDING["siglip"] = "label"
 PADDING |= dict.fromkeys(TOKENS, "targets")
 

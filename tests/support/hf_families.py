@@ -174,7 +174,12 @@ FAMILIES |= {
     ),
 }  # fmt: skip
 GEMMA4 = {"num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 12, "sliding_window": 5}
-GEMMA4 |= {"pad_token_id": 0, "final_logit_softcapping": 3.0, "hidden_size_per_layer_input": 0}
+GEMMA4 |= {
+    "rms_norm_eps": 0.01,
+    "pad_token_id": 0,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+}
 GEMMA4 |= {"layer_types": [SLIDING, SLIDING, FULL] * 2, "vocab_size_per_layer_input": 64}
 GEMMA4 |= {
     "rope_parameters": {

@@ -183,6 +183,7 @@ def test_a_cache_has_no_keys_of_shared_layers():
     assert len(list(generator(prompts, 3))) == 3
     numbers = 3 * 2 * 8 * 8 + 2 * 8 * 16  # three sliding layers and a global one: K · H of k and v
     assert generator.cache_bytes == 2 * 4 * numbers * (16 + 3)
+    assert numbers == sum(layer.count * layer.attention.cached for layer in layout.shape.layers)
 
 
 def test_a_sample_s_windows_are_capped_in_all_layers():

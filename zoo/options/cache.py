@@ -30,9 +30,7 @@ SLIDING = "sliding"  # with a window, where heads differ from those of ATTENTION
 WITH_KEYS = (SLIDING, ATTENTION)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["number"], meta_fields=["stack"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["number"], meta_fields=["stack"])
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a cache has a layer's keys and values: the layer's number in one of WITH_KEYS."""

@@ -51,7 +51,9 @@ class LayerEmbedding(nnx.Module):
     def __init__(self, config, *, rngs: nnx.Rngs):
         D, P = config.embed, config.layer_embed
         self.gate = param(rngs, (D, P), ("embed", "layer_embed"), D**-0.5)
-        self.out = param(rngs, (P, D), ("layer_embed", "embed"), (P * 2 * config.num_layers) ** -0.5)
+        self.out = param(
+            rngs, (P, D), ("layer_embed", "embed"), (P * 2 * config.num_layers) ** -0.5
+        )
 
     def __call__(self, x_BTD, embedding_BTP) -> jax.Array:
         x_BTD = sublayer_input(x_BTD, self.gate)

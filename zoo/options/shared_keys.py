@@ -25,16 +25,20 @@ from .periods import scan_periods
 READS = {SLIDING: "shared_sliding", ATTENTION: "shared_attention"}
 
 
-def run_layers(self, x, inputs) -> tuple[jax.Array, Any, Any]:
+def run_layers(self, x_BTD, inputs) -> tuple[jax.Array, Any, Any]:
     """`Decoder.run_layers`; a cache keeps a dict, stack → keys and values.
 
     Args:
-      x: [B, T, D], or a pair of it and of the layers' own embeddings [L, B, T, P].
+      x_BTD: or a pair of it and of the layers' own embeddings [L, B, T, P].
     """
     config = self.config
     if not config.shared_layers and not config.layer_embed:
-        return unlike_layers.run_layers(self, x, inputs)
-    x_BTD, embedded_LBTP = x if config.layer_embed else (x, None)
+        return unlike_layers.run_layers(self, x_BTD, inputs)
+    embedded_LBTP = None
+    if config.layer_embed:
+        x_BTD, embedded_LBTP = x_BTD
+        # A scan sums the gradients of what all layers read, although each reads its own part.
+        embedded_LBTP = embedded_LBTP.astype(jnp.float32)
     first_shared = config.num_layers - config.shared_layers
 
     def run_layer(x_BTD, numbered, kind, place, shared_kv=None):
@@ -102,7 +106,5 @@ def no_keys(config, x_BTD) -> dict[str, tuple]:
     """Zeros in place of the latest keys and values, which the first layers don't have."""
     B, T, _ = x_BTD.shape
     axes = ("batch", "seq", "kv_heads", "head_dim")
-    zeros = {
-        name: constrain(jnp.zeros((B, T, *config.kv_shape(name))), *axes) for name in READS
-    }
+    zeros = {name: constrain(jnp.zeros((B, T, *config.kv_shape(name))), *axes) for name in READS}
     return {name: (x_BTKH, x_BTKH) for name, x_BTKH in zeros.items()}

@@ -21,7 +21,7 @@ def apply_norm(norm: RMSNorm | nnx.LayerNorm | None, x: jax.Array) -> jax.Array:
 
 
 def rms_normed(x: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) over the last dim, computed in float32; returns x's dtype."""
+    """Divides x by its rms over the last dim, in float32; returns the dtype of x."""
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype)

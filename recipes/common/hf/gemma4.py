@@ -17,7 +17,7 @@ from recipes.common.hf.qwen3_next import in_layers
 from recipes.common.hf.tensors import Stored
 from recipes.common.runtime.errors import UserError
 from zoo.gemma4 import Config
-from zoo.options.cache import ATTENTION, SLIDING
+from zoo.options.cache import ATTENTION
 from zoo.options.compute_options import ComputeOptions
 from zoo.options.shared_keys import READS
 

@@ -406,7 +406,8 @@ def _attention(
     value_dim = next(dims[-2] for axes, dims in matrices if axes[0] == HEADS)
     of_keys = KV_HEADS if KV_HEADS in size else HEADS
     key_dim = next(dims[-1] for axes, dims in matrices if of_keys in axes and axes[0] != HEADS)
-    cached = kv_heads * (key_dim + value_dim)
+    has_keys = len(matrices) > 2  # else queries and outputs alone, which read another layer's
+    cached = kv_heads * (key_dim + value_dim) if has_keys else 0
     # Some matrices make latents, and others read them. What none reads is a key of all heads.
     latent = {rest: used for rest, used in names.in_use.items() if used != names.stream}
     latents = sum(dims[-1] for axes, dims in matrices if axes[-1] in latent.values())
