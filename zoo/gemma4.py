@@ -37,14 +37,13 @@ from .core.layers import (
 from .core.sharding import Rules, complete_tables, constrain, ones, param, variable
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 from .experts.mixture import EXPERT_REMAT, check_experts
-from .experts.normed import NormedExperts
+from .experts.normed import NormedExperts, rms_normed
 from .kernels.shared import soft_cap
 from .options import shared_keys, unlike_layers
 from .options.cache import ATTENTION, SLIDING
 from .options.compute_options import ComputeOptions
 from .options.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from .options.rope_scaling import Proportional
-from .parts.norms import rms_normed
 
 READS = shared_keys.READS
 

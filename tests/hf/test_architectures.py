@@ -218,8 +218,13 @@ MATTER = {  # architecture → changes of its golden config.json, so that more k
 }
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
 MATTER["Gemma4ForCausalLM"] = GEMMA4_EXPERTS | {"moe_intermediate_size": 20}
+MATTER["Gemma4UnifiedForCausalLM"] = {"hidden_size_per_layer_input": 0}
 MATTER["Qwen3ForCausalLM"] = MATTER["Qwen2ForCausalLM"]
-NEAR = {"GlmForCausalLM": "glm4", "DeepseekV2ForCausalLM": "deepseek_v3"}  # golden models
+NEAR = {
+    "Gemma4UnifiedForCausalLM": "gemma4",
+    "GlmForCausalLM": "glm4",
+    "DeepseekV2ForCausalLM": "deepseek_v3",
+}  # golden models
 EXCEPTIONS = {
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings"},  # the stored tensors say it
     "Qwen2MoeForCausalLM": {"intermediate_size"},  # of layers without experts, beside windows

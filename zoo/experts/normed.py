@@ -12,7 +12,6 @@ from flax import nnx
 from ..core.attention import AttentionInputs
 from ..core.layers import RMSNorm, gather_positions, multiply
 from ..core.sharding import constrain, ones, param
-from ..parts.norms import rms_normed
 from .mixture import choose, mix
 
 
@@ -66,6 +65,13 @@ class NormedExperts(nnx.Module):
         chosen_BTJE = jax.nn.one_hot(choice.expert_BTJ, self.config.num_experts)
         factor_BTJ = (chosen_BTJE * self.factor[...][None, None, None]).sum(axis=-1)
         return choice._replace(weight_BTJ=choice.weight_BTJ * factor_BTJ), metrics
+
+
+def rms_normed(x: jax.Array, eps: float) -> jax.Array:
+    """Divides x by its rms over the last dim, in float32; returns the dtype of x."""
+    x32 = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
 
 
 def geglu(product, x, gate, up, down):

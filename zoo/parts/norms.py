@@ -1,7 +1,6 @@
-"""Norms of some entries: LayerNorm, one without a scale, and none."""
+"""Norms of some entries: LayerNorm, and none."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from ..core.layers import RMSNorm
@@ -18,10 +17,3 @@ def layer_norm(dim: int, eps: float, dtype: str, use_bias: bool = True) -> nnx.L
 def apply_norm(norm: RMSNorm | nnx.LayerNorm | None, x: jax.Array) -> jax.Array:
     """norm(x); without a norm, x."""
     return x if norm is None else norm(x)
-
-
-def rms_normed(x: jax.Array, eps: float) -> jax.Array:
-    """Divides x by its rms over the last dim, in float32; returns the dtype of x."""
-    x32 = x.astype(jnp.float32)
-    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype)

@@ -194,7 +194,7 @@ class Generator:
         cache = state[-1]
         arrays = jax.tree.leaves((cache.k, cache.v, cache.states))
         self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in arrays)
-        slots = cache.slots
+        slots = jax.tree.leaves(cache.k)[0].shape[2]
         return self._program(self._decode, (len(keys_B), slots), self._variables, keys_B, *state)
 
     def bytes_a_token(self) -> tuple[int, int]:

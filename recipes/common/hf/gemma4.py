@@ -168,6 +168,8 @@ def config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
     """
     file = ConfigFile(keys, path, ENTRY)
     file.refuse(UNUSED)
+    if keys["model_type"] == UNIFIED:  # its class has neither
+        file.refuse({PER_LAYER: (0,), "enable_moe_block": (False,)})
     sizes = file.sizes(SIZES)
     every = period(file)
     same = flag(file, "attention_k_eq_v")
