@@ -155,9 +155,11 @@ MATRICES = {
     "down",
     "kernel",
 }
+MATRICES |= {"table", "projection", "out"}  # of embeddings of layers
 MATRICES |= {"decay", "write", "q_kernel", "k_kernel", "v_kernel"}  # of gated delta networks
 MATRICES |= {"w1", "w2", "router", "embed", "unembed", "positions", "patch", "head", "a", "b"}
 VECTORS = {"scale", "bias", "q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "gate_bias"}
+VECTORS |= {"router_scale", "factor"}
 VECTORS |= {"log_rate", "decay_bias", "mlp_gate"}
 VECTORS |= {"down_bias", "router_bias", "patch_bias", "head_bias", "sinks", "class_token"}
 VECTORS |= {"unembed_bias", "probe", "text_head_bias", "log_scale", "score_bias"}
