@@ -11,10 +11,12 @@ import pytest
 
 from recipes import grpo
 from recipes.common import checkpoint, entries
+from recipes.common.checkpoint import probe
 from recipes.common.generation.rollouts import Sampler, sampling_layout
 from recipes.common.reinforcement import online
 from recipes.common.reinforcement.losses import PolicyLoss
 from recipes.common.reinforcement.objective import Objective
+from recipes.common.report.report import bytes_per_device
 from recipes.common.runtime import Stopped
 from recipes.common.runtime.flags import parse
 from recipes.common.runtime.mesh import make_mesh
@@ -127,6 +129,23 @@ def test_an_answer_does_not_depend_on_its_neighbours():
     assert (every.entropies_BN[every.tokens_BN >= 0] > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("entry", "strategy", "mesh"),
+    full_except(CASES[:1] + CASES[4:5] + CASES[-1:], [CASES[4]]),
+)
+def test_a_plan_s_memory_is_what_sampling_allocates(entry, strategy, mesh):
+    layout = layout_on(entry, strategy, mesh)
+    sampler = Sampler(sampling_layout(entries.model(entry), layout), (7,), 300, LONGEST)
+    weights, cache = sampler.bytes_per_device(ROWS, longest=3)
+    variables = jax.device_put(
+        random_values(layout.model.shapes), shardings(sampler.layout.variables())
+    )
+    assert weights == bytes_per_device(variables)
+    config, slots = layout.config, 8 + LONGEST  # the prompts are padded to 8
+    whole = 2 * config.num_layers * ROWS * slots * config.num_kv_heads * config.head_dim * 4
+    assert cache == whole / layout.count_shards("batch", "kv_heads")
+
+
 # ---- whole runs ----------------------------------------------------------------------------------
 
 STEPS = 4
@@ -197,7 +216,7 @@ def test_a_run_resumes_bit_equal_with_its_samples(tune, tmp_path, quick):
     assert all(line["prompt"] == lines[0]["prompt"] for line in lines[:4])
     assert [*(whole / "best").iterdir()], "the checkpoint with the highest reward"
     source = checkpoint.find(str(whole))
-    kept = checkpoint.probe.batch(source.metadata, checkpoint.tokenizer_for("", source))
+    kept = probe.batch(source.metadata, checkpoint.tokenizer_for("", source))
     assert (kept["targets"] >= 0).any(), "it can be published"
 
 
@@ -262,4 +281,5 @@ def test_a_mistake_is_one_line(flags, inside, tmp_path):
 def test_a_plan_counts_the_reference_and_writes_nothing(tune, tmp_path):
     out = tune("--mesh=4x2", "--plan", "--kl=0.1", f"--workdir={tmp_path / 'w'}")
     assert "Reference: a frozen copy of model, rules fsdp_tp, " in out
+    assert "While it samples, a device also has weights of " in out
     assert not (tmp_path / "w").exists()

@@ -68,9 +68,9 @@ def definition(loss: PolicyLoss, x: dict[str, np.ndarray], with_reference: bool)
         case "dapo":
             return np.concatenate(answers).mean()
         case "dr_grpo":
-            return np.mean([terms.sum() / LONGEST for terms in answers])
+            return float(np.mean([terms.sum() / LONGEST for terms in answers]))
         case _:
-            return np.mean([terms.mean() for terms in answers])
+            return float(np.mean([terms.mean() for terms in answers]))
 
 
 CASES = {
