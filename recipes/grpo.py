@@ -128,8 +128,12 @@ def main(
         loss, rollout.max_new_tokens, rollout.temperature, reference.layout if reference else None
     )
     trained = dataclasses.replace(layout, model=layout.model._replace(loss=objective))
-    step = make_step(trained, run, training)
-    row = flops.decoder(layout.shape, rollout.seq_len)["causal"]
+    step = make_step(
+        trained,
+        dataclasses.replace(run, steps=run.steps * rollout.updates),
+        dataclasses.replace(training, warmup_steps=training.warmup_steps * rollout.updates),
+    )
+    row = rollout.updates * flops.decoder(layout.shape, rollout.seq_len)["causal"]
     data = online.dataset()
     if reference:
         data = data._replace(facts=data.facts | {"frozen": reference.key})
