@@ -30,6 +30,7 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "gpt_oss": Entry("GptOss", "data.text", "nats a token"),
     "deepseek": Entry("DeepSeek", "data.text", "nats a token"),
     "qwen3_next": Entry("Qwen3Next", "data.text", "nats a token"),
+    "hybrid": Entry("Hybrid", "data.text", "nats a token"),
     "vit": Entry("ViT", "data.images", "nats an image"),
     "bert": Entry("Bert", "data.masked", "nats a masked token"),
     "siglip": Entry("Siglip", "data.captions", "nats a pair"),

@@ -21,6 +21,7 @@ from recipes.common.hf import (
     gemma,
     gpt2,
     gpt_oss,
+    hybrid,
     llama,
     moe,
     mxfp4,
@@ -41,7 +42,8 @@ UNIMPORTANT = ("architectures", "model_type", "_name_or_path", "version", "dtype
 UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
 FAMILIES = (
     *(*llama.FAMILIES, *moe.FAMILIES, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION),
-    *(gpt_oss.FAMILY, deepseek.FAMILY, *qwen3_next.FAMILIES, vit.FAMILY),
+    *(gpt_oss.FAMILY, deepseek.FAMILY, *qwen3_next.FAMILIES, *hybrid.FAMILIES),
+    vit.FAMILY,
     *bert.FAMILIES,
     *(siglip.FAMILY, siglip.CLIP_FAMILY),
 )
