@@ -153,7 +153,7 @@ class Config(LlamaOptions):
             mamba_heads=8, mamba_groups=4, mamba_head_dim=32, mamba_state_dim=32, remat="dots",
         )  # fmt: skip
 
-    # Of published models, Granite's multipliers are in their folders alone.
+    # Of published models, Granite's other multipliers are in their folders alone.
 
     @classmethod
     def lfm2_350m(cls) -> "Config":
@@ -170,7 +170,7 @@ class Config(LlamaOptions):
         """3,191,396,096 parameters. Granite 4.0 H-Micro."""
         return cls(
             100_352, 2_048, 80, num_heads=32, num_kv_heads=8, head_dim=64, mlp=8_192,
-            pattern="M-" * 5 + "*-" + "M-" * 4, mamba_heads=64,
+            pattern="M-" * 5 + "*-" + "M-" * 4, mamba_heads=64, attention_scale=1 / 64,
         )  # fmt: skip
 
     @classmethod
@@ -179,7 +179,8 @@ class Config(LlamaOptions):
         return cls(
             100_352, 1_536, 80, num_heads=12, num_kv_heads=4, head_dim=128, mlp=512,
             pattern="ME" * 5 + "*E" + "ME" * 4, mamba_heads=48, num_experts=64,
-            experts_per_token=6, shared_mlp=1_024, capacity=None, remat="dispatched",
+            experts_per_token=6, shared_mlp=1_024, capacity=None, attention_scale=1 / 128,
+            remat="dispatched",
         )  # fmt: skip
 
     @classmethod
@@ -188,7 +189,8 @@ class Config(LlamaOptions):
         return cls(
             100_352, 4_096, 80, num_heads=32, num_kv_heads=8, head_dim=128, mlp=768,
             pattern="ME" * 5 + "*E" + "ME" * 4, mamba_heads=128, num_experts=72,
-            experts_per_token=10, shared_mlp=1_536, capacity=None, remat="dispatched",
+            experts_per_token=10, shared_mlp=1_536, capacity=None, attention_scale=1 / 128,
+            remat="dispatched",
         )  # fmt: skip
 
     @classmethod
