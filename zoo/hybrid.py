@@ -96,8 +96,12 @@ class Config(LlamaOptions):
         return tuple(STACKS[letter] for letter in self.pattern)
 
     @property
+    def attention_kinds(self) -> tuple[AttentionType, ...]:
+        return (AttentionType(self.sliding_window, self.rope_theta, self.rope_scaling),)
+
+    @property
     def kinds(self) -> tuple[AttentionType, ...]:
-        attends = AttentionType(self.sliding_window, self.rope_theta, self.rope_scaling)
+        (attends,) = self.attention_kinds
         other = AttentionType(None, None)
         return tuple(attends if letter == "*" else other for letter in self.pattern)
 

@@ -100,6 +100,7 @@ def of_latent_attention(config) -> tuple[int, int]:
 NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0, "siglip": 0}
 NUMBERS |= dict.fromkeys(("moe", "gpt_oss", "deepseek"), 5 + 2 * 2)
 NUMBERS |= {"qwen3_next": 5 + 2 * 4}  # in four layers
+NUMBERS |= {"hybrid": 5 + 2 * 2}  # in two of eight
 LOSS = 5  # the Transformer and any other entry
 
 
@@ -110,13 +111,14 @@ def to_experts(entry_name: str, layout: Layout) -> int:
     config, (batch, length) = layout.config, ENTRIES[entry_name].batches[0]["tokens"].shape
     share = config.capacity * config.experts_per_token * length / config.num_experts
     slots = batch // layout.batch_shards * config.num_experts * math.ceil(share)
-    layers = config.num_layers - getattr(config, "dense_layers", 0)
+    layers = sum(count for _, count in layout.shape.trained_experts)
     return layers * slots * (5 * config.embed + 3)
 
 
 # Entry → the mesh axis over which it exchanges activations, and how many numbers a device then
 # receives from all devices, itself included.
-EXCHANGES = dict.fromkeys(("moe", "gpt_oss", "deepseek", "qwen3_next"), ("expert", to_experts))
+WITH_EXPERTS = ("moe", "gpt_oss", "deepseek", "qwen3_next", "hybrid")
+EXCHANGES = dict.fromkeys(WITH_EXPERTS, ("expert", to_experts))
 
 
 # Entry → norms of queries and keys. Where the rules split heads, the gradients of these are summed over

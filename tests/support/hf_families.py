@@ -537,6 +537,6 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "qwen3_5": [  # of a delta layer, q, k and v share an A
         *("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "gate_proj"),
     ],
-    "lfm2": ["q_proj", "v_proj", "in_proj", "w1", "w2"],  # of a convolution, b, c and x share an A
-    "nemotron_h": ["q_proj", "o_proj", "in_proj", "out_proj", "up_proj"],
+    "lfm2": ["in_proj"],  # of a convolution, b, c and x share an A
+    "nemotron_h": ["q_proj", "o_proj", "in_proj", "up_proj"],
 }  # fmt: skip

@@ -33,6 +33,7 @@ OPTIONS = {
     "groups": 2, "top_groups": 1, "dense_layers": 1, "mtp_depth": 1, "mtp_weight": 0.7,
     "swiglu_alpha": 1.0, "swiglu_limit": 1.0, "mscale": 0.7, "lora_rank": 2, "lora_alpha": 3.0,
     "lora_targets": ("q",), "attention_every": 3, "conv_width": 4, "token_types": 0, "modern": True,
+    "pattern": "ECM*", "conv_bias": False, "least_step": 0.3, "activation": "relu2",
 }  # fmt: skip
 NEEDS = {
     "joint_qk_norm": {"qk_norm": True},
@@ -56,6 +57,7 @@ SIZES = {
     "vocab_size", "embed", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp", "num_experts",
     "experts_per_token", "max_positions", "nope_dim", "rope_dim", "value_dim", "kv_latent", "q_latent",
     "shared_experts", "dense_mlp", "delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim",
+    "mamba_heads", "mamba_groups", "mamba_head_dim", "mamba_state_dim",
 }  # fmt: skip
 
 

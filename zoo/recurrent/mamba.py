@@ -80,7 +80,8 @@ class Mamba2(nnx.Module):
         self.skip = ones((N,), ("heads",))
         self.norm = GroupNorm(config)
         self.o = param(rngs, (N, V, D), (*heads, "embed"), (N * V * 2 * config.num_layers) ** -0.5)
-        config.add_weights(self, rngs, gate=1, x=1, b=1, c=1, step=1, o=2)
+        # Without o: PEFT refuses adapters of it, because kernels fuse it with the recurrence.
+        config.add_weights(self, rngs, gate=1, x=1, b=1, c=1, step=1)
 
     @property
     def recurrence(self) -> Recurrence:
@@ -93,7 +94,7 @@ class Mamba2(nnx.Module):
         # and scores of pairs, of which TPUs pad rows of 64 to 128.
         values = 5 * V + 2 * K * V // C + 3 * max(C, 128)
         return Recurrence(
-            work=N * (C * V + 2 * K * V) + G * C * K,
+            work=N * (C * V + 2 * K * V + C * C) + G * C * K,  # C · C: decays of pairs
             width=channels + 2 * N * V,
             chunks=2 * (N * values + 4 * G * K),  # with their gradients
             group=GROUP,

@@ -3,9 +3,11 @@
 A layer of LFM2 or Granite is two of ours, its mixer and its MLP or experts; one of Nemotron-H is one.
 """
 
+import dataclasses
 import functools
 import math
 import pathlib
+import re
 from typing import Any
 
 from recipes.common.hf.family import GLOBAL, ConfigFile, Table
@@ -417,4 +419,20 @@ ROWS = (
         },
     ),
 )  # fmt: skip
-FAMILIES = tuple(one.family for one in ROWS)
+
+
+# Folders say `backbone`, also those that transformers writes; its modules, and so PEFT, say `model`.
+def peft_name(name: str) -> str:
+    return name.replace("backbone.", "model.", 1)
+
+
+def in_backbone(name: str) -> str:
+    return re.sub(r"\bmodel\.(layers|embeddings|norm_f)\.", r"backbone.\1.", name)
+
+
+LFM2, GRANITE, NEMOTRON = (one.family for one in ROWS)
+FAMILIES = (
+    LFM2,
+    GRANITE,
+    dataclasses.replace(NEMOTRON, peft_name=peft_name, canonical=in_backbone),
+)

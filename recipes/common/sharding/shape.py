@@ -373,7 +373,11 @@ def _layer(
 
 def _recurrence(own: dict[str, tuple], stated: Any) -> RecurrenceShape:
     """A module that states what its recurrence keeps; its projections and convolutions are counted."""
-    weights = sum(math.prod(shape) for _, shape in own.values() if len(shape) > 1)
+    weights = sum(
+        math.prod(shape)
+        for name, (_, shape) in own.items()
+        if len(shape) > 1 and not name.endswith("bias")
+    )
     return RecurrenceShape(weights=weights, **stated._asdict())
 
 
