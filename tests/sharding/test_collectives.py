@@ -77,6 +77,10 @@ ACTIVATIONS = {
     # for the experts, 4 to 8 for the shared ones, 1 to 6 for a gated delta network (q, k, v, gate,
     # decay, write), 1 to 3 for attention, 2 for the embeddings.
     "qwen3_next": (34, 52),
+    # Two periods: 5 forward, of which experts and the shared ones have 2; nothing again, because a layer
+    # is one sublayer. Then 1 to 5 for Mamba-2 (gate, x, B, C, step), 1 to 3 each for attention and a short
+    # convolution, 1 to 2 for the shared experts, 1 for the experts. The embeddings have 2.
+    "hybrid": (22, 40),
 }
 MOST = 4
 
