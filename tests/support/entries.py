@@ -68,10 +68,8 @@ FAMILY_CASES = {
         "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
     },
     "hybrid": {  # two more recurrences; its layers are one sublayer each
-        "8": ["fsdp"],
         "4x2": ["fsdp_tp_sp"],
         "1x8": ["fsdp_tp"],
-        "2x2x2": ["hsdp_tp"],
         "data=2,expert=4": ["fsdp_ep"],
         "data=2,seq=4": ["cp"],
         "data=2,seq=2,model=2": ["fsdp_cp_tp"],
