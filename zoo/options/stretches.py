@@ -115,7 +115,7 @@ def run_program(program: Program, order: tuple, run, x, first: dict, in_loop: bo
         for name, of_stack in output.items():
             outputs.setdefault(name, []).append(of_stack)
     joined = {
-        name: jax.tree.map(lambda *x: jnp.concatenate(x) if len(x) > 1 else x[0], *parts)
+        name: jax.tree.map(lambda first, *x: jnp.concatenate((first, *x)) if x else first, *parts)
         for name, parts in outputs.items()
     }
     return x, joined

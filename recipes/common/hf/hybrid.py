@@ -37,7 +37,10 @@ ATTENDS = {
 
 def renamed(tensors: Table, old: str, new: str) -> Table:
     """The tensors of a table under other names."""
-    return {path: (name.replace(old, new), *dims) for path, (name, *dims) in tensors.items()}
+    return {
+        path: (name.replace(old, new), ours, theirs)
+        for path, (name, ours, theirs) in tensors.items()
+    }
 
 
 def mamba_tensors(config: Config, at: str) -> Table:
