@@ -69,10 +69,8 @@ FAMILY_CASES = {
     },
     "hybrid": {  # two more recurrences; its layers are one sublayer each
         "4x2": ["fsdp_tp_sp"],
-        "1x8": ["fsdp_tp"],
         "data=2,expert=4": ["fsdp_ep"],
         "data=2,seq=4": ["cp"],
-        "data=2,seq=2,model=2": ["fsdp_cp_tp"],
         "data=4,pipe=2": ["pp"],
     },
     "bert": DENSE,
