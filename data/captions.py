@@ -167,6 +167,7 @@ def load(
     texts = texts or Texts(max_positions)
     splits = None if dataset == "digits" else image_text.find(dataset, image_column, caption_column)
     if splits is None:
+        images.check_columns(dataset, {"caption_column": caption_column})
         data = images.load(
             dataset, image_size, channels, labels, mean, std, resample, crop, flip, image_column,
             label_column, seed, center_crop,
@@ -176,8 +177,9 @@ def load(
         class_tokens(names, texts)
         parts: list[Any] = [data.train, data.held_out]
         choices = [[by_class[i] for i in part.label_N] for part in parts]
-        notes = ()
+        notes = data.notes
     else:
+        images.check_columns(dataset, {"label_column": label_column})
         channels = channels or _channels(splits[0], dataset)
         form = images.Form(image_size, channels, resample, center_crop)
         keep = images.fits_in_memory(sum(map(len, splits)), form)

@@ -180,6 +180,15 @@ def messages_of_text(value: Any, name: str, where: str) -> Any:
     return value
 
 
+def is_chat(value: Any) -> bool:
+    """Whether a row's value is a list of messages, also as JSON text."""
+    try:
+        messages = messages_of_text(value, "", "")
+    except DataError:
+        return True
+    return isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
+
+
 def _is_message(value: Any) -> bool:
     if not isinstance(value, dict):
         return False

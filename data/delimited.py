@@ -14,6 +14,7 @@ from typing import Any
 from data import DataError, hub
 
 COMMA, TAB = ",", "\t"
+MARKS = (COMMA, TAB, ";", "|")  # that divide cells in files of other programs
 MOST_LINES = 10_000  # of one cell; a mark without its partner would swallow the rest of the file
 _CELL = r'(?:"(?:[^"]|"")*"|[^"\t\n]*)'  # quoted, or without marks
 _QUOTED = re.compile(rf"{_CELL}(?:\t{_CELL})*\n?")
@@ -23,7 +24,7 @@ _BEGUN = re.compile(
 
 
 def rows(path: pathlib.Path, separator: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, row). Raises DataError, or csv.Error for a file that is no CSV."""
+    """Yields (place, row). Raises DataError."""
     csv.field_size_limit(2**31 - 1)
     quoting = csv.QUOTE_MINIMAL
     if separator == TAB and not _is_quoted(path, where):
@@ -31,13 +32,32 @@ def rows(path: pathlib.Path, separator: str, where: str) -> Iterator[tuple[str, 
     with hub.text_file(path, "utf-8-sig") as file:
         lines = hub.without_nul(file, where)
         numbered = csv.DictReader(lines, delimiter=separator, quoting=quoting, strict=True)
-        for row in numbered:
+        for row in _complete(numbered, where):
             if None in row:
                 raise DataError(
                     f"{where} line {numbered.line_num} has more cells than the first line; put quotation "
                     "marks around cells that have the separator in them"
                 )
             yield f"{where} line {numbered.line_num}", row
+
+
+def _complete(numbered: csv.DictReader, where: str) -> Iterator[dict[Any, Any]]:
+    """Yields the rows. Raises DataError, naming the line, if they are no CSV, or the columns no names."""
+    try:
+        names = numbered.fieldnames or ()
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise DataError(f"{where} has two columns {twice[0]!r}; give them different names")
+        if len(names) == 1 and (other := [mark for mark in MARKS if mark in names[0]]):
+            raise DataError(
+                f"{where} has a single column, {names[0]!r}: its cells are divided by {other[0]!r}; write commas "
+                "and .csv, or tabs and .tsv"
+            )
+        yield from numbered
+    except csv.Error as error:
+        raise DataError(
+            f"{where} could not be read as csv: line {numbered.line_num + 1} ({error}); put quotation marks around "
+            "the whole cell, and double those in it"
+        ) from None
 
 
 def _is_quoted(path: pathlib.Path, where: str) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
@@ -13,7 +14,8 @@ from data import DataError
 from data.buckets import reason
 
 Rows = Iterable[dict[str, Any]]
-MODEL_NAME = r"[\w.-]+/[\w.-]+"  # ORG/NAME
+MODEL_NAME = r"(?!\.{1,2}/)[\w.-]+/[\w.-]+"  # ORG/NAME, not ./NAME
+DATASET_NAME = rf"{MODEL_NAME}|\w[\w.-]*"  # old datasets have no ORG
 SECONDS = 5  # limit for the Hub's response
 
 
@@ -40,12 +42,18 @@ def load(name: str, dataset: str) -> tuple[Rows, Rows | None]:
         raise DataError(f"--dataset={dataset} names no dataset; use hf:NAME")
     name = os.path.expanduser(name)
     if not os.path.exists(name):
+        if not re.fullmatch(DATASET_NAME, name):
+            raise DataError(
+                f"--dataset={dataset} does not exist; use a local folder, or hf:ORG/NAME of the Hub"
+            )
         answer = _ask(name, "dataset", f"--dataset={dataset}")
         if isinstance(answer, DataError):
             raise answer
     try:
         splits: Any = library().load_dataset(name, config or None, streaming=True)
     except Exception as error:
+        if _is_offline() and not os.path.exists(name):
+            raise DataError(offline(f"--dataset={dataset}", "dataset")) from None
         raise DataError(
             f"--dataset={dataset} could not be loaded ({reason(error)}); check its name"
         ) from error
@@ -155,14 +163,25 @@ def snapshot(name: str, wanted: list[str], what: str) -> pathlib.Path:
         return pathlib.Path(folder)
     except Exception as error:  # the client's exceptions have no common base
         if constants.HF_HUB_OFFLINE and isinstance(error, errors.LocalEntryNotFoundError):
-            raise DataError(
-                f"{what} is no local folder, and HF_HUB_OFFLINE forbids to ask the Hub for a model of this "
-                "name; fix the path, or download it first"
-            ) from None
+            raise DataError(offline(what, "model")) from None
         raise unreachable or DataError(
             f"{what} can't be downloaded from the Hub ({reason(error)}); use a local folder, or "
             "ORG/NAME of a model that you can download"
         ) from None
+
+
+def offline(what: str, kind: str) -> str:
+    """What to say of a name that is not local, if the Hub must not be asked."""
+    return (
+        f"{what} is no local folder, and HF_HUB_OFFLINE forbids to ask the Hub for a {kind} of this name; fix "
+        "the path, or download it first"
+    )
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
 
 
 def _ask(name: str, kind: str, what: str) -> str | DataError:

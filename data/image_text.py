@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from data import DataError, buckets, cache_dir, hub, sources
-from data.images import SUFFIXES, TEST
+from data.images import SUFFIXES, TEST, check_columns
 
 CAPTION = ("caption", "text", "captions")  # columns that are looked for, in this order
 FILE = "file_name"  # column of a picture's path, relative to its table
@@ -64,6 +64,7 @@ def find(dataset: str, image: str = "image", caption: str = "") -> Pairs | None:
     root, files = _files(dataset)
     tars = [file for file in files if file.suffix.lower() == ".tar"]
     if tars:
+        check_columns(dataset, {"image_column": image})
         return _split(
             [*itertools.chain(*(_in_tar(dataset, file, root, caption) for file in tars))], dataset
         )
@@ -82,6 +83,7 @@ def find(dataset: str, image: str = "image", caption: str = "") -> Pairs | None:
                 "each class"
             )
         return None
+    check_columns(dataset, {"image_column": image})
     listed = (
         (file.relative_to(root).as_posix(), Place(file, 0, file.stat().st_size)) for file in files
     )
@@ -184,7 +186,11 @@ def _joined(
 def _caption_of(text: tuple[str, Place], where: str, caption: str) -> tuple[str, ...]:
     """The captions in a .txt or .json file."""
     name, place = text
-    content = place.read().decode(errors="replace")
+    try:
+        content = place.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{where}{name} is not UTF-8; convert the file") from None
+    (content,) = hub.without_nul([content], f"{where}{name}")
     if name.lower().endswith(".txt"):
         return _texts(content, where + name, "it")
     try:

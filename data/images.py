@@ -11,6 +11,7 @@ pictures to evaluate on, a tenth of each class is held out.
 
 import concurrent.futures
 import hashlib
+import io
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
-from data import DataError, buckets, hub
+from data import DataError, buckets, hub, whole_texts
 from data.batches import Dataset, Rows
 from data.digits import DIGITS, check_row
 
@@ -159,10 +160,15 @@ def load(
         if not buckets.is_hidden(entry.name)
     ]
     has_table = not {entry.suffix.lower() for entry in shown} <= {*SUFFIXES, ".txt"}
+    notes: tuple[str, ...] = ()
     if path.is_dir() and (not has_table or any(entry.is_dir() for entry in shown)):
+        check_columns(dataset, {"image_column": image_column, "label_column": label_column})
+        notes = _unread(path)
         names, form, train, test = _folder(path, dataset, form)
     else:
-        names, form, train, test = _rows(path, dataset, image_column, label_column, form)
+        splits = _splits_of_rows(path, dataset)
+        notes = _unused(splits[0], dataset, (image_column, label_column))
+        names, form, train, test = _rows(splits, dataset, image_column, label_column, form)
     if len(names) < 2:
         raise DataError(
             f"--dataset={dataset} has a single class, {names[0]!r}; add a folder for another one"
@@ -180,7 +186,21 @@ def load(
     return data._replace(
         config=data.config | {"classes": len(labels), "labels": labels},
         facts={"dataset": dataset, "fingerprint": _fingerprint(names, form, parts)},
+        notes=notes,
     )
+
+
+def check_columns(dataset: str, columns: dict[str, str]) -> None:
+    """Raises DataError if flags name columns that a dataset does not have.
+
+    Args:
+      columns: flag → its value.
+    """
+    for flag, column in columns.items():
+        if column not in ("", flag.removesuffix("_column")):
+            raise DataError(
+                f"--{flag}={column} is for rows, and --dataset={dataset} has none with it; leave it out"
+            )
 
 
 class Part(NamedTuple):
@@ -232,10 +252,9 @@ def _fingerprint(names: Sequence[str], form: Form, parts: Iterable[Files | np.nd
 
 def _folder(root: pathlib.Path, dataset: str, form: Form):
     """Returns (names of classes, form, (training pictures, labels), (held-out ones, labels))."""
-    inner = root / "train" if (root / "train").is_dir() else root
+    inner, test_folder = _splits(root)
     classes = _classes(inner, dataset)
     names = list(classes)
-    test_folder = next((root / name for name in TEST if (root / name).is_dir()), None)
     if inner != root and test_folder:
         test = _classes(test_folder, dataset)
         for name in test.keys() - classes.keys():
@@ -269,6 +288,30 @@ def _folder(root: pathlib.Path, dataset: str, form: Form):
         pixels: Any = Files(files, dataset, form)
         loaded.append((taken(pixels, range(len(files))) if keep else pixels, label))
     return names, form, *loaded
+
+
+def _splits(root: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:
+    """The folder of the classes to train on, and the one to evaluate on, if there is one."""
+    inner = root / "train" if (root / "train").is_dir() else root
+    return inner, next((root / name for name in TEST if (root / name).is_dir()), None)
+
+
+def _unread(root: pathlib.Path) -> tuple[str, ...]:
+    """A line about files of a folder of classes that are no pictures, or lie in no class."""
+    inner, test_folder = _splits(root)
+    read = [inner, *([test_folder] if test_folder and inner != root else [])]
+    unread = [
+        path.relative_to(root).as_posix()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+        and not buckets.is_hidden(path.relative_to(root))
+        and (
+            path.suffix.lower() not in SUFFIXES
+            or not any(folder in path.parent.parents for folder in read)
+        )
+    ]
+    shown = ", ".join(unread[:3]) + ", …" * (len(unread) > 3)
+    return (f"Files that are not read: {len(unread):,} ({shown}).",) if unread else ()
 
 
 def _classes(folder: pathlib.Path, dataset: str) -> dict[str, list[pathlib.Path]]:
@@ -312,8 +355,8 @@ def _channels(files: list[pathlib.Path], dataset: str) -> int:
 # ---- rows with columns for image and label -------------------------------------------------------
 
 
-def _rows(path: pathlib.Path, dataset: str, image: str, label: str, form: Form):
-    """Reads a dataset of the Hub, or files of the same structure. Returns what `_folder` does."""
+def _splits_of_rows(path: pathlib.Path, dataset: str) -> list[hub.Rows]:
+    """Rows to train on, and to evaluate on if there are any: of the Hub, or of files of the same structure."""
     name = str(path) if path.is_dir() else dataset.removeprefix("hf:")
     if dataset == "digits":
         name = str(DIGITS)
@@ -322,7 +365,18 @@ def _rows(path: pathlib.Path, dataset: str, image: str, label: str, form: Form):
             f"--dataset={dataset} is not a folder; use digits, a folder with one subfolder for each "
             "class, or hf:NAME"
         )
-    splits, parts = [split for split in hub.load(name, dataset) if split is not None], []
+    return [split for split in hub.load(name, dataset) if split is not None]
+
+
+def _unused(rows: hub.Rows, dataset: str, used: tuple[str, str]) -> tuple[str, ...]:
+    """A line that names the columns besides the picture and its label."""
+    first = next(iter(hub.read_errors(rows, dataset)), {})
+    return tuple(whole_texts.unused([[("", first)]], used)) if {*used} <= {*first} else ()
+
+
+def _rows(splits: list[hub.Rows], dataset: str, image: str, label: str, form: Form):
+    """Reads the rows of each split. Returns what `_folder` does."""
+    parts = []
     features = getattr(splits[0], "features", None) or {}
     names = list(getattr(features.get(label), "names", None) or [])
     for split in splits:
@@ -347,6 +401,7 @@ def _rows(path: pathlib.Path, dataset: str, image: str, label: str, form: Form):
             f"--dataset={dataset} has the label {count - 1} and names of {len(names)} classes; fix "
             "its labels"
         )
+    parts = [([_encoded(x, dataset, form) for x in images], labels) for images, labels in parts]
     # Nested lists have no fixed range: their largest value becomes white.
     numbers = [np.max(x) for x in parts[0][0] if not isinstance(x, PIL.Image.Image)]
     white = max(numbers, default=255)
@@ -361,6 +416,17 @@ def _rows(path: pathlib.Path, dataset: str, image: str, label: str, form: Form):
         form = form._replace(channels=form.channels or next(iter(kinds)))
         loaded.append((np.stack([resized(picture, form) for picture in pictures]), labels))
     return names, form, *loaded
+
+
+def _encoded(picture: Any, dataset: str, form: Form) -> Any:
+    """A picture that Parquet files have as bytes, without `datasets` knowing; others as they are."""
+    content = picture.get("bytes") if isinstance(picture, dict) else picture
+    if not isinstance(content, bytes):
+        return picture
+    try:
+        return PIL.Image.open(io.BytesIO(content))
+    except (OSError, SyntaxError, ValueError):
+        raise broken(dataset, "a picture of a row") from None
 
 
 def _picture(numbers: Any, white: float) -> PIL.Image.Image:

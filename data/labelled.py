@@ -24,6 +24,8 @@ from data.whole_texts import Row, Texts
 
 WHERE = "a piece of the standard library"
 MOST = 120  # characters of such a piece
+DECIMAL = re.compile(r"[+-]?\d+\.\d*")
+GAPS = ("", "nan", "null", "<na>", "n/a", "#n/a")  # as programs write an empty cell, in lower case
 # Columns of datasets whose rows have two texts: natural language inference, paraphrases, reranking.
 TWO_TEXTS = (
     ("text", "text_pair"),
@@ -35,6 +37,7 @@ TWO_TEXTS = (
     ("query", "passage"),
     ("query", "document"),
 )
+GAPS_OF_NUMBERS = ("none", "na", "-", "?")  # names of classes among other names
 
 
 class Labelled(Rows):
@@ -83,6 +86,8 @@ def load(
     else:
         parts = [train_rows, held_out_rows]
     named = [[_label(row, label_column, where) for where, row in part] for part in parts]
+    for part, found in zip(parts, named, strict=True):
+        _check_gaps(part, found, label_column)
     names = classes(named[0], labels)
     if len(names) < 2:
         raise DataError(
@@ -160,6 +165,19 @@ def classes(found: Sequence[str], labels: Sequence[str] = ()) -> tuple[str, ...]
     return tuple(sorted(distinct, key=int if numbers else str))
 
 
+def _check_gaps(part: Sequence[Row], names: Sequence[str], column: str) -> None:
+    """Raises DataError, naming the row, for a word that stands for no label where all others are numbers."""
+    words = {name for name in names if not name.isdigit()}
+    if words == {*names} or not {name.lower() for name in words} <= {*GAPS_OF_NUMBERS}:
+        return
+    for (where, _), name in zip(part, names, strict=True):
+        if name in words:
+            raise DataError(
+                f"{where} has {name!r} in the column {column!r}, where other rows have numbers; fill it, or remove "
+                "the row"
+            )
+
+
 def _number(name: str, names: Sequence[str]) -> int:
     return names.index(name) if name in names else int(name)
 
@@ -168,10 +186,12 @@ def _label(row: Any, column: str, where: str) -> str:
     """The name of a row's class. Raises DataError, naming the row, if it has none."""
     value = whole_texts.cell(row, column, "label_column", where)
     is_gap = isinstance(value, float) and math.isnan(value)  # as pandas reads an empty cell
-    if is_gap or (isinstance(value, str) and value.strip().lower() in ("", "nan")):
+    if is_gap or (isinstance(value, str) and value.strip().lower() in GAPS):
         raise DataError(
             f"{where} has no label in the column {column!r}; fill it, or remove the row"
         )
+    if isinstance(value, str) and DECIMAL.fullmatch(value.strip()):
+        value = float(value)  # as pandas writes whole numbers of a column with gaps
     name = value.strip() if isinstance(value, str) else None
     if isinstance(value, bool):
         name = str(value)

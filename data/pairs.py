@@ -199,10 +199,17 @@ def _read(
     dataset: str, tokenizer: Tokenizer, chat: bool, labelled: bool
 ) -> tuple[list[Made], list[Made] | None, list[str]]:
     """(pairs, held-out pairs, lines to print) of a dataset; None if it has no split for these."""
+    if chat and dataset == "stdlib":
+        raise DataError(
+            "--as_chat is for texts, and --dataset=stdlib has source code; leave it out"
+        )
     parts = sources.rows(dataset) if dataset != "stdlib" else _from_text()
     train, held_out = (None if rows is None else list(rows) for rows in parts)
     rows = [*(train or ()), *(held_out or ())]
-    chat = chat and dataset != "stdlib"
+    if chat and not any(map(_has_text, rows)):
+        raise DataError(
+            f"--as_chat is for texts, and --dataset={dataset} has messages; leave it out"
+        )
     begin_with_prompts = _begin_with_prompts(rows, labelled, tokenizer)
     read = {"chat": chat, "cut": begin_with_prompts and not chat}
 
@@ -226,6 +233,14 @@ def _read(
             "of other answers to it."
         )
     return made, made_held_out, notes
+
+
+def _has_text(place_and_row: Row) -> bool:
+    """Whether a row has a text as prompt or as answer."""
+    _, row = place_and_row
+    names = (*PROMPTS, *LABELLED_ANSWERS, *(name for pair in ANSWERS for name in pair))
+    cells = [row.get(name) for name in names] if isinstance(row, dict) else []
+    return any(isinstance(cell, str) and not conversations.is_chat(cell) for cell in cells)
 
 
 def _begin_with_prompts(rows: list[Row], labelled: bool, tokenizer: Tokenizer) -> bool:

@@ -20,6 +20,7 @@ from data.whole_texts import Row, Texts
 
 WHERE = "a function of the standard library"
 MOST = 120  # characters of a docstring and of a function's code
+NEGATIVE = "negative"  # the default column
 NEGATIVES = re.compile(r"(hard_)?neg(ative)?s?(_?\d+)?", re.IGNORECASE)  # names of such columns
 
 
@@ -56,12 +57,12 @@ def load(
     seq_len: int = 128,
     tokenizer: Tokenizer | None = None,
     eval_dataset: str = "",
-    negative_column: str = "negative",
+    negative_column: str = NEGATIVE,
 ) -> Dataset:
     """Loads pairs of texts of at most seq_len tokens each; longer ones are cut.
 
     Args:
-      negative_column: used if the first row has it.
+      negative_column: used if a row has it; then every row needs one.
       dataset: stdlib, or JSON Lines, Parquet, CSV or hf: datasets as in `sources.find`.
       eval_dataset: the held-out pairs; without it, those of a twentieth of the anchors, at least one.
 
@@ -69,11 +70,16 @@ def load(
     """
     tokenizer = tokenizer or BYTES
     columns = {"anchor_column": anchor_column, "positive_column": positive_column}
-    made = _made(*columns.values()) if dataset == "stdlib" else ()
+    made = _made() if dataset == "stdlib" else ()
     train_rows, held_out_rows = whole_texts.read(dataset, eval_dataset, made)
     first_row = train_rows[0][1] if isinstance(train_rows[0][1], dict) else {}
-    if negative_column in first_row:
+    if any(negative_column in row for _, row in train_rows if isinstance(row, dict)):
         columns["negative_column"] = negative_column
+    elif negative_column != NEGATIVE:
+        raise DataError(
+            f"--negative_column={negative_column} is in no row of --dataset={dataset}; it has "
+            f"{', '.join(map(repr, first_row))}: leave it out, or name one of them"
+        )
     _check_negatives(first_row, list(columns.values()), dataset)
     if held_out_rows is None:
         parts = whole_texts.hold_out(train_rows, dataset, anchor_column, "anchor_column")
@@ -118,8 +124,8 @@ def _check_negatives(row: Any, used: list[str], dataset: str) -> None:
 
 
 @functools.cache
-def _made(anchor: str, positive: str) -> tuple[Row, ...]:
+def _made() -> tuple[Row, ...]:
     return tuple(
-        (WHERE, {anchor: function.docstring[:MOST], positive: function.code[:MOST]})
+        (WHERE, {"anchor": function.docstring[:MOST], "positive": function.code[:MOST]})
         for function in snippets.functions()
     )

@@ -48,11 +48,21 @@ UNREAD = (
     ".orc",
     ".xlsx",
     ".xls",
+    *(".npy", ".npz", ".pt", ".pkl", ".h5", ".hdf5", ".safetensors", ".tfrecord"),  # arrays
+    *(".pdf", ".docx", ".zip", ".tar"),
 )
 COMPRESSED = (".gz", ".zst")
 # Files beside data that describe it or mark it as complete: README.md, and _SUCCESS of Spark.
-DESCRIBES = re.compile(r"(readme|license|licence|notice|citation)\b.*|_.*", re.IGNORECASE)
-DESCRIBES_JSON = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+DESCRIBES = re.compile(
+    r"(readme|license|licence|notice|citation|changelog|manifest|(md5|sha\d+)sums?)\b.*"
+    r"|_.*|.*\.(crc|md5|sha\d+)",
+    re.IGNORECASE,
+)
+DESCRIBES_JSON = (
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+    *("croissant.json", "dataset-metadata.json"),
+)
+LOGS = ("_delta_log", "_spark_metadata")  # folders of files about others
 
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); the place is for messages
 
@@ -95,6 +105,28 @@ def find(dataset: str, column: str = "text", train_only: bool = False) -> list[S
         return [_source(dataset, 1.0, column, train_only)]
     names = [name.strip() for name in dataset.split(",")]
     return [_source(*_weighted(name, dataset), column, train_only) for name in names]
+
+
+def check_column(column: str, *datasets: str) -> None:
+    """Raises DataError if --text_column names a column, and no dataset has rows of text with columns.
+
+    Args:
+      datasets: values of --dataset and --eval_dataset; empty ones are skipped.
+    """
+    if column in ("text", "messages"):
+        return
+    found = [one for dataset in datasets if dataset for one in find(dataset, column)]
+    if any(_has_columns(one) for one in found):
+        return
+    raise DataError(
+        f"--text_column={column} is for rows of text with columns, and {found[0].name} has "
+        f"{'conversations' if found[0].form() != TEXT else 'none'}; leave it out"
+    )
+
+
+def _has_columns(source: Source) -> bool:
+    is_text = not source.name.startswith("hf:") and all(kind(x) == "text" for x in source.files)
+    return not is_text and source.form() == TEXT
 
 
 def _weighted(one: str, dataset: str) -> tuple[str, float]:
@@ -256,7 +288,7 @@ def _describes(path: pathlib.Path) -> bool:
     """Whether a file's name says that it describes the data in its folder."""
     if kind(path) == "text":
         return bool(DESCRIBES.fullmatch(path.name))
-    return path.name in DESCRIBES_JSON
+    return path.name in DESCRIBES_JSON or path.parent.name in LOGS
 
 
 def _suffix(path: pathlib.Path) -> str:
@@ -363,6 +395,11 @@ def _first_without_text(
         return DataError(
             f"{problem}, which {files[0].name} has; it has {columns}: give all files the same columns, "
             "or name those that have it, as in 'FOLDER/*.jsonl'"
+        )
+    if chats := [key for key, value in row.items() if conversations.is_chat(value)]:
+        return DataError(
+            f"{problem}, but messages in {chats[0]!r}; name that column 'messages', with messages like "
+            '{"role": "user", "content": "…"}'
         )
     texts = [key for key, value in row.items() if isinstance(value, str | None) and key != column]
     others = [columns for file in files if file != path and (columns := _columns(file))]

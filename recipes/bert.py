@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from data import labelled, masked, similar
+from data import labelled, masked, similar, sources
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, language
@@ -72,6 +72,7 @@ class EncoderText(Text):
     )  # fmt: skip
 
     def load(self, tokenizer: Tokenizer, seed: int) -> Dataset:
+        sources.check_column(self.text_column, self.dataset, self.eval_dataset)
         return masked.load(
             self.dataset, self.text_column, self.seq_len, tokenizer, self.pack, self.eval_dataset,
             self.mask_rate, seed,

@@ -72,7 +72,8 @@ def main(
     # ---- Data: batch k is a pure function of (seed, k) -------------------------------------------
     corpus = text.load(tokenizer, run.seed)
     packed = "segment_ids" in corpus.filler
-    print0(*corpus.notes, *kernel.report(layout, text.seq_len, packed), *describe_set(flags), about)
+    print0(*corpus.notes, *kernel.report(layout, text.seq_len, packed), *describe_set(flags))
+    print0(*language.messages.without_effect(layout, flags), about)
 
     # ---- Step, state and training: the teacher is "frozen" in the state --------------------------
     sequence = flops.decoder(layout.shape, text.seq_len)["causal"]

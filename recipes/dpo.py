@@ -21,7 +21,7 @@ from recipes.common.preference.objective import Objective
 from recipes.common.preference.preference_flags import STORED, Pairs, Reference
 from recipes.common.preference.stored import with_reference
 from recipes.common.report import flops, kernel
-from recipes.common.runtime import Run, UserError, make_mesh, print0
+from recipes.common.runtime import Run, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.tasks.classification import few
@@ -50,7 +50,7 @@ def main(
     run = dataclasses.replace(
         run, workdir=run.workdir or "runs/dpo", restore_from=started_from(run)
     )
-    entry = decoder_of(run.restore_from)
+    entry = language.decoder_of(run.restore_from)
     folder = open_run(entry, run, data, flags, loss, ref, training, recipe=probe.PAIRS)
     tokenizer = checkpoint.tokenizer_for(data.tokenizer, folder.start)
     assert folder.start
@@ -76,7 +76,7 @@ def main(
     # ---- Data: batch k is a pure function of (seed, k); a row is a pair --------------------------
     dataset = data.load(tokenizer, labelled=loss.loss == probe.LABELLED)
     print0(*dataset.notes, *kernel.report(layout, data.seq_len, False), *describe_set(flags))
-    print0(*references.describe(reference, ref))
+    print0(*language.messages.without_effect(layout, flags), *references.describe(reference, ref))
     if reference:
         dataset = dataset._replace(facts=dataset.facts | {"frozen": reference.key})
     if reference and ref.reference == STORED:
@@ -104,17 +104,6 @@ def main(
 def started_from(run: Run) -> str:
     """The checkpoint that the run starts from, or started from before it was stopped."""
     return run.restore_from or flags_of("dpo", run.workdir).get("restore_from") or START
-
-
-def decoder_of(restore_from: str) -> str:
-    """The entry of a checkpoint. Raises UserError if it is no language model."""
-    entry = checkpoint.find(restore_from, hash_files=False).metadata["entry"]
-    if entry in entries.ENTRIES and entries.ENTRIES[entry].data != "data.text":
-        raise UserError(
-            f"--restore_from={restore_from} is a {entry!r} model, which writes no answers; use a "
-            "language model"
-        )
-    return entry
 
 
 def defaults(run: Run, *groups: Any) -> tuple:

@@ -113,6 +113,8 @@ def main(devices: Devices, flags: Evaluate) -> None:
     layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, **compute)
     kernel.check(layout)
     encoder = layout.config if source.metadata["entry"] == ENCODER else None
+    if not encoder or encoder.task == "fill":
+        sources.check_column(flags.text_column, flags.dataset)
     texts = {name: load(name, flags, length, tokenizer, encoder) for name in names(flags.dataset)}
 
     # ---- Read the model, each shard onto its own device ------------------------------------------

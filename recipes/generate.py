@@ -180,6 +180,8 @@ def questions(flags: Generate, tokenizer: Tokenizer) -> list[Question]:
         refuse_unused(flags, ("batch_size",), "--prompts, and there are none")
     if flags.prompts:
         rows = prompts.read(flags.prompts)
+        if not any("prompt" in row for _, row in rows):
+            refuse_unused(flags, ("chat",), f"prompts, and --prompts={flags.prompts} has messages")
     elif flags.chat and not flags.prompt:
         tokenizer.ask([{"role": "user", "content": ""}])  # raises if there is no chat template
         return []

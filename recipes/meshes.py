@@ -13,7 +13,7 @@ import math
 from recipes.common import entries
 from recipes.common.report import report
 from recipes.common.runtime.errors import UserError
-from recipes.common.runtime.flags import choose, flag, split
+from recipes.common.runtime.flags import choose, flag, refuse_unused, split
 from recipes.common.runtime.mesh import make_mesh, parse
 from recipes.common.runtime.start import start
 from recipes.common.runtime.terminal import print0
@@ -46,6 +46,8 @@ def main(flags: Flags) -> None:
     largest_first = sorted(names, key=lambda name: -math.prod(parse(name).values()))
     meshes = {name: make_mesh(name) for name in largest_first}
     example = entries.dataset(flags.entry, vars(config) | vars(flags) | {"seed": 0}).filler
+    if "targets" not in example:
+        refuse_unused(flags, ("seq_len",), f"text, which {flags.entry} doesn't read")
     print0(
         "| strategy | mesh | parameters | optimizer | temporary | all-gather | all-reduce | other |",
         "|---|---|---:|---:|---:|---:|---:|---:|",

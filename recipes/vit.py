@@ -66,7 +66,7 @@ def main(run: Run, flags: Any, data: Pictures, training: Training) -> PlannedSte
     if folder.source and inputs["labels"] != config.labels:
         folder = dataclasses.replace(folder, source=NewHead(folder.source, layout, HEAD))
         print0(f"The head is new and starts at zero, for {config.classes} other classes.")
-    print0(KERNEL, *kernel.matmul(layout), *describe_set(flags))
+    print0(*images.notes, KERNEL, *kernel.matmul(layout), *describe_set(flags))
 
     # ---- Step, state and training ----------------------------------------------------------------
     step = make_step(layout, run, training)

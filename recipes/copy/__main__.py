@@ -32,6 +32,7 @@ OPTIONAL = {  # file that is imported inside functions → what needs it
     "gpu_loss": "the loss on GPUs",
     "lora": "adapters (lora_rank)",
     "low_precision": "low precision (matmul)",
+    "maps": "a state that travels between devices (rules with cp)",
     "pipeline": "pipelines (rules with pp)",
     "quantization": "low precision (matmul)",
     "rope_scaling": "rotary scalings other than Llama 3's, and those of saved configs",

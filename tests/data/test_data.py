@@ -1,5 +1,6 @@
 """data/text.py: exact order, exact content, on any number of processes."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -374,6 +375,12 @@ def test_one_document_is_split_at_its_end(tmp_path):
         ("a.csv", b"n,body\n1,a\n", "no column 'text'; set --text_column to one of 'n', 'body'"),
         ("wide.csv", b'n,text\n1,a\n2,b,c\n', "wide.csv line 3 has more cells than the first line; put"),
         ("short.csv", b'n,text\n1,a\n2\n', "short.csv line 3 has null in the column 'text', not text"),
+        ("semicolons.csv", b"text;n\na;1\n", "semicolons.csv has a single column, 'text;n': its cells are divided by ';'"),
+        ("commas.tsv", b"text,n\na,1\n", "commas.tsv has a single column, 'text,n': its cells are divided by ','"),
+        ("twice.csv", b"text,text\na,b\n", "twice.csv has two columns 'text'; give them different names"),
+        ("chats.jsonl", b'{"conversations": [{"from": "human", "value": "a"}]}\n', "but messages in 'conversations'; name that column 'messages'"),
+        ("chats.csv", b'chat\n"[{""role"": ""user"", ""content"": ""a""}]"\n', "but messages in 'chat'; name that column 'messages'"),
+        ("quote.csv", b'n,text\n1,a\n1,"a"b\n', "quote.csv could not be read as csv: line 3 ("),
         ("quote.csv", b'n,text\n1,"a"b\n', "quote.csv could not be read as csv"),
         ("later.jsonl", b'{"text": "a"}\n["b"]\n', "later.jsonl line 2 is not a JSON object"),
     ],
@@ -580,9 +587,12 @@ def test_files_that_describe_data_are_no_data(kind, tmp_path):
     else:
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     alone = prepare(str(tmp_path))
-    for name in ("_SUCCESS", "README.md", "LICENSE", "_metadata", "_committed_123"):
+    names = ["_SUCCESS", "README.md", "LICENSE", "_metadata", "_committed_123", "a.parquet.crc"]
+    for name in (*names, "SHA256SUMS", "a.md5", "CHANGELOG.md"):
         (tmp_path / name).write_text("about\n")
-    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / "_delta_log").mkdir()
+    for name in ("dataset_infos.json", "croissant.json", "_delta_log/00.json"):
+        (tmp_path / name).write_text("{}")
     assert prepare(str(tmp_path)).fingerprint == alone.fingerprint
     assert read(tmp_path) == rows
     (tmp_path / "notes.md").write_text("about\n")
@@ -631,3 +641,29 @@ def test_columns_that_nothing_reads_are_named_once(tmp_path):
         data = text.load(str(tmp_path / "a.jsonl"), seq_len=8)
         (note,) = (note for note in data.notes if "not used" in note)
         assert "2 ('id', 'url')" in note
+
+
+@pytest.mark.parametrize(
+    ("names", "is_read"),
+    [
+        (["a.txt"], False),
+        (["stdlib"], False),
+        (["chat.jsonl"], False),
+        (["", "a.txt"], False),
+        (["rows.jsonl"], True),
+        (["a.txt", "rows.jsonl"], True),
+        (["a.txt,rows.jsonl"], True),
+    ],
+)
+def test_a_column_of_text_needs_rows_with_columns(names, is_read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a\n")
+    (tmp_path / "rows.jsonl").write_text('{"body": "a"}\n')
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
+    sources.check_column("text", *names)
+    with (
+        contextlib.nullcontext()
+        if is_read
+        else pytest.raises(DataError, match=r"^--text_column=body is")
+    ):
+        sources.check_column("body", *names)

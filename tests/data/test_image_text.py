@@ -248,6 +248,18 @@ def not_json(root):
     (root / "03.json").write_text("{")
 
 
+def not_utf_8(root):
+    json_beside(root)
+    (root / "03.json").unlink()
+    (root / "03.txt").write_bytes("caf\xe9".encode("latin-1"))
+
+
+def wide(root):
+    json_beside(root)
+    (root / "03.json").unlink()
+    (root / "03.txt").write_bytes("caption".encode("utf-16-le"))
+
+
 def single(root):
     root.mkdir()
     (root / "a.png").write_bytes(PICTURES["00"])
@@ -268,6 +280,8 @@ def single(root):
         (no_file, "{root}: metadata.jsonl line 4 names {root}/images/03.png, which does not exist; add it"),
         (no_pictures, "{root}: x.jsonl line 1 has no picture in 'file_name' or 'image'; set --image_column to one of 'caption', 'photo'"),
         (not_json, "{root}: 03.json is not JSON (Expecting property name enclosed in double quotes); fix it"),
+        (not_utf_8, "{root}: 03.txt is not UTF-8; convert the file"),
+        (wide, "{root}: 03.txt is not a text file: it has NUL bytes"),
         (single, "{root} has 1 pairs of a picture and a caption, and one is held out; add pairs"),
     ],
 )  # fmt: skip
@@ -277,6 +291,16 @@ def test_errors_are_one_line(damage, message, tmp_path):
         captions.load(str(tmp_path / "pairs"), image_size=4)
     assert str(error.value).startswith("--dataset=" + message.format(root=tmp_path / "pairs"))
     assert "\n" not in str(error.value)
+
+
+def test_flags_of_columns_need_rows(tmp_path):
+    json_beside(tmp_path / "pairs")
+    with pytest.raises(DataError, match=r"^--image_column=other is for rows"):
+        captions.load(str(tmp_path / "pairs"), image_size=4, image_column="other")
+    with pytest.raises(DataError, match=r"^--label_column=other is for rows"):
+        captions.load(str(tmp_path / "pairs"), image_size=4, label_column="other")
+    with pytest.raises(DataError, match=r"^--caption_column=other is for rows"):
+        captions.load("digits", caption_column="other")
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path):

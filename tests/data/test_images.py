@@ -1,5 +1,6 @@
 """data/images.py: exact pixels, crops and flips that depend on (seed, epoch, picture), errors."""
 
+import io
 import json
 import os
 import pathlib
@@ -9,7 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from data import DataError, images
+from data import DataError, hub, images
 from data.batches import Dataset, train_batches
 
 pytestmark = pytest.mark.promise("batches")
@@ -201,12 +202,48 @@ def test_rows_without_a_held_out_split(tmp_path):
     rows = [{"image": [[0, i % 7], [3, 6]], "label": i % 3} for i in range(30)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = images.load(str(tmp_path), image_size=2)
+    assert data.notes == ()
     assert (len(data.train), len(data.held_out)) == (27, 3)
     assert data.config["labels"] == ("0", "1", "2")
     assert (
         data.facts["fingerprint"]
         == images.load(f"hf:{tmp_path}", image_size=2).facts["fingerprint"]
     )
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(pets):
+    assert images.load(str(pets)).notes == ()
+    (pets / "cat" / "a.heic").write_bytes(b"")
+    (pets / "notes.txt").write_text("about")
+    (pets / ".hidden").write_text("")
+    picture(pets / "of_no_class.png")
+    (note,) = images.load(str(pets)).notes
+    assert note == "Files that are not read: 3 (cat/a.heic, notes.txt, of_no_class.png)."
+
+
+def test_columns_are_for_rows(pets):
+    with pytest.raises(DataError, match=r"^--image_column=other is for rows"):
+        images.load(str(pets), image_column="other")
+    with pytest.raises(DataError, match=r"^--label_column=other is for rows"):
+        images.load(str(pets), label_column="other")
+
+
+def test_rows_may_have_encoded_pictures(pets, tmp_path):
+    """As Parquet files have them that `datasets` has not written."""
+    encoded = [file.read_bytes() for file in sorted(pets.rglob("*.png"))[:2]]
+    rows = [
+        {"image": {"bytes": encoded[n % 2], "path": None}, "label": n % 2, "alt": "a"}
+        for n in range(20)
+    ]
+    (tmp_path / "rows").mkdir()
+    hub.library().Dataset.from_list(rows).to_parquet(tmp_path / "rows" / "train.parquet")
+    data = images.load(str(tmp_path / "rows"), image_size=2)
+    assert data.notes == ("Columns that are not used: 1 ('alt').",)
+    for n in range(2):
+        with PIL.Image.open(io.BytesIO(encoded[n])) as one:
+            wanted = images.resized(one, images.Form(2, 3))
+        (number,) = np.flatnonzero(data.train.label_N == n)[:1]
+        np.testing.assert_array_equal(data.train.pixels[number], wanted)
 
 
 # ---- errors --------------------------------------------------------------------------------------

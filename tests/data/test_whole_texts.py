@@ -103,6 +103,9 @@ def test_mistakes_in_labelled_texts_name_the_row(tmp_path):
         ({"text": "a", "label": -1}, "line 41 has the label -1 .* which stands for no label"),
         ({"text": "a", "label": -1.0}, "line 41 has the label -1 .* which stands for no label"),
         ({"text": "a", "label": "-1"}, "line 41 has the label -1 .* which stands for no label"),
+        ({"text": "a", "label": "-1.0"}, "line 41 has the label -1 .* which stands for no label"),
+        ({"text": "a", "label": "1.5"}, "line 41 has 1.5 in the column 'label'; a label is a name"),
+        ({"text": "a", "label": "<NA>"}, "line 41 has no label in the column 'label'; fill it, or"),
         ({"text": "a", "label": []}, r"line 41 has \[\] in the column 'label'; a label is"),
         ({"text": " ", "label": "no"}, "line 41 has an empty text in the column 'text'"),
         ({"text": 3, "label": "no"}, "line 41 has int in the column 'text'; write a text"),
@@ -120,6 +123,19 @@ def test_mistakes_in_labelled_texts_name_the_row(tmp_path):
         labelled.load(file, text_column="body")
     with pytest.raises(DataError, match="has 1 different texts, and one is held out"):
         labelled.load(write(tmp_path / "d.jsonl", good[:1]))
+
+
+def test_a_word_among_numbers_is_a_gap(tmp_path):
+    for gap in ("NA", "None"):
+        numbered = [*rows(["1", "0"]), {"text": "a", "label": gap}]
+        with pytest.raises(
+            DataError, match=f"line 41 has '{gap}' in the column 'label', where oth"
+        ):
+            labelled.load(write(tmp_path / "a.jsonl", numbered))
+        named = labelled.load(write(tmp_path / "b.jsonl", rows(["joy", gap])))
+        assert gap in named.config["labels"]
+    decimals = labelled.load(write(tmp_path / "c.jsonl", rows(["1.0", "0.0"])))
+    assert decimals.config["labels"] == ("0", "1")
 
 
 def test_pairs_have_both_texts_in_one_row(tmp_path):
@@ -247,6 +263,16 @@ def test_negatives_are_a_third_text(tmp_path):
         similar.load(write(tmp_path / "b.jsonl", others))
     named = similar.load(write(tmp_path / "b.jsonl", others), negative_column="negative_2")
     assert "negative_tokens" in named.filler
+    with pytest.raises(
+        DataError, match=r"^--negative_column=other is in no row .* it has 'anchor'"
+    ):
+        similar.load(write(tmp_path / "c.jsonl", rows_of_pairs()), negative_column="other")
+    with pytest.raises(DataError, match="line 1 has no column 'negative'"):
+        similar.load(write(tmp_path / "d.jsonl", [*rows_of_pairs(), *triples]))
+
+
+def rows_of_pairs():
+    return [{"anchor": f"text {i}", "positive": f"{i}"} for i in range(30)]
 
 
 def test_the_default_texts_need_no_network():
@@ -256,3 +282,5 @@ def test_the_default_texts_need_no_network():
     assert counts.min() > 500
     assert counts.max() < 1.1 * counts.min()
     assert len(pairs.train) > 500
+    with pytest.raises(DataError, match="has no column 'q'"):
+        similar.load(anchor_column="q")

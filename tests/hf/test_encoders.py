@@ -249,6 +249,12 @@ def test_modernbert_with_a_rotary_scaling_is_exported(tmp_path):
         ),
         ("bert_classes", {"id2label": {"0": "relevant"}}, "is a regression"),
         ("bert_classes", {"id2label": ..., "num_labels": 1}, "is a regression"),
+        ("vit", {"id2label": {"0": "age"}}, "is a regression"),
+        (
+            "vit",
+            {"problem_type": "multi_label_classification"},
+            "which zoo/vit.py does not implement",
+        ),
     ],
 )
 def test_what_a_config_can_not_be_is_one_line(name, keys, said, tmp_path):

@@ -22,12 +22,13 @@ from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding import make_layout, paths
 from recipes.common.sharding.abstract import UNNAMED
 from recipes.common.train.feed import to_devices
+from recipes.common.train.optimizer import clip
 from recipes.common.train.state import abstract_state
 from recipes.common.train.update import apply_gradients
 from recipes.instruments import user_model
 from recipes.instruments.prove import cases
 from recipes.instruments.prove import run as prove_run
-from recipes.instruments.prove.cases import prove
+from recipes.instruments.prove.cases import in_16_bits, prove
 from recipes.instruments.prove.comparison import GRADIENT_TOLERANCE, compare_all, compare_gradients
 from recipes.instruments.prove.layouts import layouts, reference_layout
 from recipes.instruments.prove.precision import prove_precision
@@ -891,3 +892,26 @@ def test_names_that_flax_s_own_transforms_put_on_are_taken_off_again():
 def test_models_of_another_make_agree_on_every_mesh(model, width):
     build, mesh = lambda: model(rngs=nnx.Rngs(0)), make_mesh("4x2")
     assert prove(build, None, OWN_RULES, rows(width), [mesh], auto=True).holds
+
+
+def test_gradients_in_16_bits_are_clipped_in_16_bits():
+    """A loss whose count is a whole number leaves them so."""
+    grads = {"w": jnp.full(8, 4.0, jnp.bfloat16), "v": jnp.full(8, 3.0)}
+    after, _ = clip(1.0).update(grads, clip(1.0).init(grads))
+    assert [after[name].dtype for name in grads] == [jnp.bfloat16, jnp.float32]
+    np.testing.assert_allclose(optax.tree.norm(after), 1.0, rtol=2**-8)
+
+
+def test_parameters_in_16_bits_are_named_beside_a_difference():
+    own = user_model.make_user_model(lambda: Half(rngs=nnx.Rngs(0)), None, OWN_RULES, rows(8))
+    pairs, _ = layouts(own, [make_mesh("4x2")], auto=True)
+    assert in_16_bits(next(iter(pairs.values()))).startswith(
+        "parameters in 16 bits (up/bias and 1 more)"
+    )
+
+
+def test_what_only_auto_axes_take_is_said():
+    with pytest.raises(
+        UserError, match=r"one device can't compute the loss .* use auto axes \(--auto\)"
+    ):
+        prove(lambda: OwnStack(rngs=nnx.Rngs(0)), None, OWN_RULES, rows(16), ["4x2"])

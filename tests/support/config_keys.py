@@ -24,6 +24,9 @@ FOLDERS = (  # golden folders: of most architectures, and of each rotary scaling
     *("llama3", "llama_biases", "llama_linear", "llama_dynamic", "mistral", "ministral", "qwen2"),
     *("qwen3", "qwen3_yarn", "olmo2", "olmo3", "phi3", "smollm3", "granite", "glm4", "seed_oss"),
     *("ministral3", "mistral3", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "bert", "roberta"),
+    *("gpt2", "gpt_oss", "llama2", "odd_llama", "odd_qwen3", "smollm", "gemma2", "gemma3"),
+    *("modernbert", "xlmr", "siglip", "clip", "vit", "gemma3_vision"),
+    *("granitemoe", "glm4_moe", "minimax_m2"),
 )
 
 

@@ -1,13 +1,24 @@
 """Flags without effect are refused, in every command that takes them."""
 
+import dataclasses
+import json
+
 import pytest
 
+from data import DataError, pairs
 from data.tokenizer import BYTES
-from recipes import distill, evaluate, generate
+from recipes import distill, evaluate, generate, meshes, transformer
 from recipes.common.distillation.student_loss import Distillation
-from recipes.common.runtime import Run, UserError
+from recipes.common.language import messages
+from recipes.common.language.sample import Sample
+from recipes.common.preference.losses import Loss
+from recipes.common.runtime import Run, UserError, make_mesh
+from recipes.common.sharding import make_layout
 from recipes.evaluate import Evaluate, check_used
 from recipes.generate import Generate
+from recipes.instruments.explore import command as explore
+from recipes.instruments.plan import command as plan
+from zoo.llama_relatives import Config, Transformer
 
 pytestmark = pytest.mark.promise("user-errors")
 
@@ -61,6 +72,13 @@ def test_generate_batches_prompts_of_a_file_alone():
         generate.questions(Generate(prompt="def", batch_size=4), BYTES)
 
 
+def test_generate_makes_messages_of_prompts_alone(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    with pytest.raises(UserError, match=r"^--chat=true is for prompts"):
+        generate.questions(Generate(prompts=str(file), chat=True), BYTES)
+
+
 def test_distill_makes_no_new_student_beside_a_trained_one():
     with pytest.raises(UserError, match=r"^--student="):
         distill.entry_and_size(Run(restore_from="x"), Distillation(student="moe.tiny"))
@@ -71,3 +89,69 @@ def test_evaluate_names_columns_that_nothing_uses(tmp_path, capsys):
     file.write_text('{"text": "a text of several words", "author": "me"}\n' * 8)
     evaluate.load(str(file), Evaluate(dataset=str(file)), 16, BYTES)
     assert "'author'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("group", "flags"),
+    [
+        *((Sample(sample_bytes=0), {name: value}) for name, value in
+          {"prompt": "a", "chat": True, "temperature": 0.0, "sample_rules": "tp"}.items()),
+        *((Distillation(alpha=0.0), {name: value}) for name, value in
+          {"tau": 2.0, "divergence": "js", "top_k": 4, "teacher_rules": "tp", "teacher_dtype": "bfloat16"}.items()),
+        *((Loss(loss=kind), {"target_margin": 0.5}) for kind in ("dpo", "ipo", "orpo", "kto")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_flags_of_what_is_left_out_are_refused(group, flags):
+    (name,) = flags
+    check(group)
+    with pytest.raises(UserError, match=rf"^--{name}="):
+        check(dataclasses.replace(group, **flags))
+
+
+def check(group):
+    """What a recipe asks of a group before it begins."""
+    if isinstance(group, Sample):
+        mesh = make_mesh("1")
+        group.check(Transformer, make_layout(Transformer, Config.tiny(), mesh), BYTES)
+
+
+def test_as_chat_is_for_texts(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    row = {"prompt": [{"role": "user", "content": "Hi"}], **answers}
+    file.write_text(json.dumps(row) + "\n")
+    for dataset in (str(file), "stdlib"):
+        with pytest.raises(DataError, match=r"^--as_chat is for texts"):
+            pairs.load(dataset, as_chat=True)
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "name"),
+    [
+        (explore.main, explore.Flags(from_="runs/x", entry="moe"), "entry"),
+        (explore.main, explore.Flags(from_="runs/x", mesh="8"), "mesh"),
+        (meshes.main, meshes.Flags(entry="mlp", meshes="1", seq_len=64), "seq_len"),
+        (plan.main, plan.Flags(entry="vit", seq_len=64), "seq_len"),
+    ],
+    ids=["explore entry", "explore mesh", "meshes", "plan"],
+)
+def test_instruments_refuse_what_they_would_not_use(main, flags, name):
+    with pytest.raises(UserError, match=rf"^--{name}="):
+        main(flags)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "named"),
+    [
+        ("1", ["context", "pipeline"]),
+        ("data=1,seq=2", ["pipeline"]),
+        ("data=1,pipe=2", ["context"]),
+    ],
+)
+def test_flags_of_what_a_mesh_does_not_split_are_named(mesh, named):
+    flags = dataclasses.replace(transformer.MODEL, context="ring", pipeline="gpipe")
+    layout = make_layout(Transformer, Config.tiny(), make_mesh(mesh))
+    lines = messages.without_effect(layout, flags)
+    assert [line.partition("=")[0] for line in lines] == [f"--{name}" for name in named]
+    assert not messages.without_effect(layout, transformer.MODEL)

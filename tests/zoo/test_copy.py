@@ -158,7 +158,7 @@ def use(name: str, entry) -> None:
         jax.eval_shape(call)
 
 
-ELSEWHERE = {"quantization"}  # comes with low_precision
+ELSEWHERE = {"quantization", "maps"}  # these come with low_precision and state_context
 
 
 @pytest.fixture
@@ -187,7 +187,11 @@ def test_using_what_was_left_out_says_which_file_to_copy(name, bare):
     package = bare(copied)
     entry = importlib.import_module(f"{package.name}.{copied}")
     use("", entry)  # all else works
-    needs = {"context": ["flash"], "state_context": ["context", "flash"], "splash": ["flash"]}
+    needs = {
+        "context": ["flash"],
+        "state_context": ["context", "flash", "maps"],
+        "splash": ["flash"],
+    }
     needs |= {"gpipe": ["pipeline"], "triton": ["flash", "splash"]}
     paths = optional(copied)
     for other in needs.get(name, []):  # on the way to it

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from ..kernels.shared import NOT_SEEN, soft_cap
 from ..core.attention import AttentionInputs
 from ..core.layers import AttentionType, WeightInUse, dot, gather_positions
-from ..core.sharding import auto, constrain, explicit, mesh_axes, reshape, shards
+from ..core.sharding import auto, constrain, device, explicit, mesh_axes, reshape, shards
 from ..core.stack import fit_rules, layer_indices
 from ..core.vocabulary import Batch, unembed
 
@@ -121,7 +121,7 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     batch = Batch(tokens_BT, None, segments_BT)
     inputs = model.inputs_of(batch, positions_BT=positions_BT, lengths_B1=lengths_B[:, None])
     inputs = dataclasses.replace(inputs, generates=True)
-    x_BTD, table_RVD, kv, states = run(model, tokens_BT, inputs)
+    x_BTD, table_RVD, kv, states, _ = run(model, tokens_BT, inputs)
     unchanged = (0, 0)
     padding = (unchanged, unchanged, (0, slots - T), unchanged, unchanged)
     pad = functools.partial(jnp.pad, pad_width=padding)
@@ -138,6 +138,12 @@ def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
     be full: length < S. Where a rotary scaling depends on the row's length, the new token has the
     scaling of the row so far; keys in the cache keep theirs.
     """
+    return decode_and_measure(model, tokens_B, cache)[:2]
+
+
+@fit_rules
+def decode_and_measure(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache, Any]:
+    """`decode`, and the metrics of the layers: name → [L, ...]."""
     tokens_B1 = tokens_B[:, None]
     next_B1 = cache.next_B1
     batch = Batch(tokens_B1, None, None)
@@ -147,25 +153,25 @@ def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
         cache=cache,
         seen={kind: cache.seen(kind.window) for kind in model.config.kinds},
     )
-    x_B1D, table_RVD, kv, states = run(model, tokens_B1, inputs)
-    return next_logits(x_B1D, table_RVD, model.config), cache.append(kv, states)
+    x_B1D, table_RVD, kv, states, metrics = run(model, tokens_B1, inputs)
+    return next_logits(x_B1D, table_RVD, model.config), cache.append(kv, states), metrics
 
 
-def run(model, tokens_BT, inputs) -> tuple[jax.Array, jax.Array, Any, Any]:
+def run(model, tokens_BT, inputs) -> tuple[jax.Array, jax.Array, Any, Any, Any]:
     """Returns the layers' output, normed, [B, T, D], the table to unembed it, [R, V, D], all layers'
-    keys and values, each [L, B, T, K, H], and the states of layers that have others, as in
-    Cache.states.
+    keys and values, each [L, B, T, K, H], the states of layers that have others, as in
+    Cache.states, and the layers' metrics.
     """
     tables = model.tables()
     x_BTD, first_kv = model.begin(tables, tokens_BT, inputs)
-    x_BTD, kept, _ = model.run_layers(x_BTD, inputs)
+    x_BTD, kept, metrics = model.run_layers(x_BTD, inputs)
     states = None
     if isinstance(kept, dict):  # of unlike_layers' stacks
         states = {name: kept[name] for name in kept if name != ATTENTION}
         kept = kept[ATTENTION]
     if first_kv is not None:
         kept = jax.tree.map(lambda *x: jnp.concatenate(x), first_kv, kept)
-    return model.final_norm(x_BTD), tables[-1], kept, states
+    return model.final_norm(x_BTD), tables[-1], kept, states, metrics
 
 
 def in_slots(function, x) -> Any:
@@ -262,7 +268,10 @@ def attend_to_cache(
     if sinks_N is not None:
         total_BKG1 += jnp.exp(sinks_1KG1 - most_BKG1)
     total = auto(functools.partial(dot, "BKGS,BSKH->BKGH"), "batch", *axes)
-    out_BKGH = total(weights_BKGS.astype(v_BSKH.dtype), v_BSKH)
+    if device().platform == "gpu":  # whose matrix units would take values in float32 too
+        weights_BKGS = weights_BKGS.astype(v_BSKH.dtype)
+    # Elsewhere they stay in float32, as in training's attention: choice.blockwise.
+    out_BKGH = total(weights_BKGS, v_BSKH)
     out_BKGH += own_BKG1 * v_BTKH.swapaxes(1, 2).astype(jnp.float32)
     out_BTNH = reshape((out_BKGH / total_BKG1).astype(dtype), (B, T, N, -1), *split)
     return constrain(out_BTNH, "batch", "seq", "heads", "head_dim")

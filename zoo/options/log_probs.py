@@ -14,8 +14,10 @@ from ..core.layers import gather_positions
 from ..core.sharding import constrain, reshape, shards
 from ..core.stack import fit_rules
 from ..core.vocabulary import (
-    SHARDS, Batch, cross_entropies, from_shards, in_chunks, product_gradients, table_product,
+    SHARDS, Batch, cross_entropies, from_shards, in_chunks, logits_of, product_gradients,
+    table_product,
 )  # fmt: skip
+from ..kernels import choice
 
 
 @fit_rules
@@ -25,17 +27,23 @@ def log_probs(model, tokens, targets, segment_ids=None) -> jax.Array:
 
 
 @fit_rules
-def log_probs_and_metrics(model, tokens, targets, segment_ids=None):
-    """`log_probs`, and the metrics of the layers: name → [L, ...], sums over positions."""
+def log_probs_and_metrics(model, tokens, targets, segment_ids=None, temperature: float = 1.0):
+    """`log_probs`, and the metrics of the layers: name → [L, ...], sums over positions.
+
+    Args:
+      temperature: of the softmax, which divides the logits.
+    """
     batch = model.on_devices(Batch(tokens, targets, segment_ids))
     tables = model.tables()
     x_BTD, metrics = model.run_batch(tables, batch)
     x_BTD, bias_RV = model.final_norm(x_BTD), model.bias_copies()
-    log_probs_BT = target_log_probs(x_BTD, tables[-1], batch.targets, model.config, bias_RV)
+    log_probs_BT = target_log_probs(
+        x_BTD, tables[-1], batch.targets, model.config, bias_RV, temperature
+    )
     return model.in_order(log_probs_BT), metrics
 
 
-def target_log_probs(x_BTD, table_RVD, targets_BT, config, bias_RV=None):
+def target_log_probs(x_BTD, table_RVD, targets_BT, config, bias_RV=None, temperature: float = 1.0):
     """Log-probabilities of the targets, float32 [B, T]; 0 for targets below 0.
 
     In chunks, like `cross_entropy`. Their cotangents may differ, so the backward pass computes each
@@ -44,7 +52,7 @@ def target_log_probs(x_BTD, table_RVD, targets_BT, config, bias_RV=None):
     targets_BT = constrain(targets_BT, "batch", "seq")
     x_CRMD = in_chunks(gather_positions(x_BTD), config, "act_embed")
     targets_CRM = in_chunks(targets_BT, config)
-    log_probs_CRM: Any = _log_probs(config, x_CRMD, table_RVD, bias_RV, targets_CRM)
+    log_probs_CRM: Any = _log_probs((config, temperature), x_CRMD, table_RVD, bias_RV, targets_CRM)
     B, T = targets_BT.shape
     return from_chunks(log_probs_CRM, (B, T))
 
@@ -71,25 +79,35 @@ def from_chunks(x_CRM, shape: tuple[int, ...], *axes):
     return from_shards(x, shape, *axes)
 
 
+def _nats(settings, product_RMV, targets_RM):
+    """Cross entropies of one chunk at a temperature, [R, M]; 0 for padding."""
+    config, temperature = settings
+    if temperature == 1:
+        return cross_entropies(config, product_RMV, targets_RM)
+    logits_RMV = logits_of(product_RMV, config) / temperature  # after a soft cap
+    nats_RM = choice.cross_entropies(logits_RMV, targets_RM)
+    return jnp.where(targets_RM < 0, 0, nats_RM)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_probs(config, x_CRMD, table_RVD, bias_RV, targets_CRM):
-    """Log-probabilities of the targets, float32 [C, R, M]."""
+def _log_probs(settings, x_CRMD, table_RVD, bias_RV, targets_CRM):
+    """Log-probabilities of the targets, float32 [C, R, M]; settings: (config, temperature)."""
 
     def chunk(_, x_and_targets):
         x_RMD, targets_RM = x_and_targets
         product_RMV = table_product(x_RMD, table_RVD, bias_RV)
-        return None, -cross_entropies(config, product_RMV, targets_RM)
+        return None, -_nats(settings, product_RMV, targets_RM)
 
     return jax.lax.scan(chunk, None, (x_CRMD, targets_CRM))[1]
 
 
-def _log_probs_backward(config, saved, grad_CRM):
+def _log_probs_backward(settings, saved, grad_CRM):
     x_CRMD, table_RVD, bias_RV, targets_CRM = saved
 
     def chunk(sums, chunk):
         table_grad_RVD, bias_grad_RV = sums
         x_RMD, targets_RM, grad_RM = chunk
-        nats = functools.partial(cross_entropies, config, targets_RM=targets_RM)
+        nats = functools.partial(_nats, settings, targets_RM=targets_RM)
         _, pull = jax.vjp(nats, table_product(x_RMD, table_RVD, bias_RV))
         (grad_RMV,) = pull(-grad_RM)
         if bias_RV is not None:
@@ -104,4 +122,6 @@ def _log_probs_backward(config, saved, grad_CRM):
     return x_grad_CRMD, table_grad_RVD.astype(table_RVD.dtype), bias_grad_RV, None
 
 
-_log_probs.defvjp(lambda config, *saved: (_log_probs(config, *saved), saved), _log_probs_backward)
+_log_probs.defvjp(
+    lambda settings, *saved: (_log_probs(settings, *saved), saved), _log_probs_backward
+)

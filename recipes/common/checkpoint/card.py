@@ -187,7 +187,7 @@ def text(name: str, ours: bool, metadata: dict[str, Any], hashes: dict[str, list
     facts = metadata["published"]
     # The flags that determine its held-out metrics.
     words = [f"--{k}={shlex.quote(shown(v))}" for k, v in metadata["flags"].items()
-             if k in ("dataset", "eval_dataset", "seq_len") and v and not is_tuned_on_pairs(metadata)]  # fmt: skip
+             if k in ("dataset", "eval_dataset", "seq_len") and v and not has_no_unit(metadata)]  # fmt: skip
     restore_from = f"--restore_from={'' if ours else 'path/to/'}{name}"
     evaluate = " ".join([f"python -m recipes.{metadata['entry']} {restore_from} --steps=0", *words])
     rounded = "matmul weights, when published; held-out figures are from before"
@@ -234,7 +234,7 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     data, began = metadata["data"], base(metadata)
     asked = metadata["flags"].get("steps", metadata["step"])
     minutes, seconds = divmod(round(facts["train_seconds"]), 60)
-    unit = "" if is_tuned_on_pairs(metadata) else f" ({facts['unit']})"
+    unit = "" if has_no_unit(metadata) else f" ({facts['unit']})"
     return {
         "Parameters": f"{facts['parameters']:,}, {facts['dtype']}",
         "Base model": in_words(began),
@@ -248,9 +248,9 @@ def origin(metadata: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def is_tuned_on_pairs(metadata: dict[str, Any]) -> bool:
-    """Whether its metrics are those of pairs, and in no unit."""
-    return metadata.get("recipe") == probe.PAIRS
+def has_no_unit(metadata: dict[str, Any]) -> bool:
+    """Whether its metrics are those of pairs or of rewards, and in no unit."""
+    return metadata.get("recipe") in (probe.PAIRS, probe.ANSWERS)
 
 
 def in_numbers(facts: dict[str, Any], which: str, unit: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from data import batches, labelled, pairs, text
+from data import batches, labelled, pairs, questions, text
 from data.tokenizer import Tokenizer
 from recipes.common import entries
 from recipes.common.runtime import UserError, describe
@@ -19,6 +19,7 @@ from recipes.common.sharding import Layout, Tree
 ROWS = 8  # batch size, divisible by eight devices
 TOKENS = 64  # longest context, except for conversations
 PAIRS = "dpo"  # the recipe that trains on preference pairs
+ANSWERS = "grpo"  # the recipe that trains on the model's own answers to prompts
 LABELLED = "kto"  # its loss of single answers with a label
 
 
@@ -38,6 +39,11 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
         rows = pairs.load(**{name: flags[name] for name in names}, labelled=of_answers)
         batch = next(batches.held_out_batches(rows, ROWS))
         return {name: batch[name] for name in ("tokens", "targets")}
+    if metadata.get("recipe") == ANSWERS:  # the prompts themselves, as texts
+        names = ("dataset", "tokenizer", "eval_dataset", "as_chat")
+        longest = flags["seq_len"] - flags["max_new_tokens"] + 1
+        asked = questions.load(**{name: flags[name] for name in names}, longest=longest).held_out
+        return rows_of([question.tokens for question in asked[:ROWS]])
     task = metadata["config"].get("task")  # a text encoder's
     if task == "classify":
         names = ("dataset", "text_column", "label_column", "tokenizer", "eval_dataset", "labels")
@@ -53,6 +59,19 @@ def batch(metadata: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[
     if "seq_len" in flags and "template" not in metadata["data"]:
         flags["seq_len"] = min(TOKENS, flags["seq_len"])
     return next(batches.held_out_batches(entries.dataset(metadata["entry"], flags), ROWS))
+
+
+def rows_of(texts: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Tokenized texts as rows of TOKENS positions; longer ones are cut, and missing ones are padding."""
+    batch = {
+        "tokens": np.zeros((ROWS, TOKENS), np.int32),
+        "targets": np.full((ROWS, TOKENS), -1, np.int32),
+    }
+    for row, text_tokens in enumerate(texts):
+        part = text_tokens[: TOKENS + 1]
+        batch["tokens"][row, : len(part) - 1] = part[:-1]
+        batch["targets"][row, : len(part) - 1] = part[1:]
+    return batch
 
 
 def loss(layout: Layout, variables: Tree, batch: dict[str, np.ndarray]) -> float:

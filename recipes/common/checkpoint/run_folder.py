@@ -249,6 +249,8 @@ def _compare(path: pathlib.Path, original: dict[str, Any], *groups) -> dict[str,
                     f"--{flag} must match the original run, {set_before or 'none'}; use that, or a "
                     f"different --workdir (this one is {path})"
                 )
+            if isinstance(before, list):  # JSON has no tuples
+                before = tuple(before)
             if before == now or (may_change and field.name not in original):
                 continue
             another_start = field.name == "restore_from" and now

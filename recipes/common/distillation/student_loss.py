@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from recipes.common.runtime import UserError, flag
+from recipes.common.runtime.flags import refuse_unused
 from recipes.common.sharding import Layout, Tree
 from zoo.core.sharding import constrain, per_device
 from zoo.core.vocabulary import (
@@ -75,6 +76,16 @@ class Distillation:
     )  # fmt: skip
 
     def __post_init__(self):
+        if not self.alpha:
+            of_it = (
+                "teacher_rules",
+                "teacher_dtype",
+                "divergence",
+                "tau",
+                "top_k",
+                "teacher_logits",
+            )
+            refuse_unused(self, of_it, "a teacher, and --alpha=0 trains without one")
         if self.teacher_logits and not self.top_k:
             raise UserError(
                 f"--teacher_logits={self.teacher_logits} needs --top_k; add it, for example --top_k=16"

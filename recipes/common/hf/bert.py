@@ -21,7 +21,6 @@ from recipes.common.hf.family import (
     scaling_json,
 )  # fmt: skip
 from recipes.common.hf.tensors import Stored
-from recipes.common.runtime.errors import UserError
 from zoo.bert import Config
 from zoo.core.layers import AttentionType
 from zoo.options.compute_options import ComputeOptions
@@ -267,11 +266,6 @@ def of_task(task: str, file: ConfigFile, own_pooling: str) -> dict[str, Any]:
     if task == "fill":
         return {}
     labels = {"labels": file.labels()} if task == "classify" else {}
-    if len(labels.get("labels", ())) == 1 and file.keys.get("problem_type") is None:
-        raise UserError(  # as transformers reads it
-            f"{file.path} has one label and no problem_type, which is a regression (a reranker, for "
-            "example), and zoo/bert.py classifies; use a model with two or more labels"
-        )
     pooling = sentence_transformers.read(file.path) if task == "embed" else {}
     return {"task": task, "pooling": own_pooling} | labels | pooling
 

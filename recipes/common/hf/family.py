@@ -138,9 +138,18 @@ class ConfigFile:
         return kind(value)
 
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes; one that stands for two (ImageNet's crane) gets their numbers."""
+        """Names of the classes; one that stands for two (ImageNet's crane) gets their numbers.
+
+        Raises UserError if the model does not choose one of them.
+        """
+        self.refuse({"problem_type": ("single_label_classification",)})
         by_number = self.keys.get("id2label") or {}
         count = len(by_number) or self.number("num_labels", 2)
+        if count == 1 and self.keys.get("problem_type") is None:
+            raise UserError(  # as transformers reads it
+                f"{self.path} has one label and no problem_type, which is a regression (a reranker, for "
+                f"example), and zoo/{self.entry}.py classifies; use a model with two or more labels"
+            )
         numbers = {str(i) for i in range(count)}
         if not isinstance(by_number, dict) or (by_number and {*by_number} != numbers):
             raise UserError(

@@ -120,6 +120,7 @@ def config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
 def clip_config_from(keys: dict[str, Any], path: pathlib.Path) -> Config:
     """Our Config for a config.json of CLIP; otherwise as `config_from`."""
     fields, text, _ = _both(keys, path, CLIP_TEXT, CLIP)
+    text.refuse({"is_causal": (True,)})  # texts attend to earlier positions alone
     joint = ConfigFile(keys, path, ENTRY).number("projection_dim", 512)
     # Their models with 2, which was wrong, take the largest number, as our 0 does.
     end = text.number("eos_token_id")

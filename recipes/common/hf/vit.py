@@ -266,7 +266,7 @@ FAMILY = Family(
     tensors=lambda config: TENSORS,
     config_from=config_from,
     config_json=config_json,
-    checked=UNUSED,
+    checked=(*UNUSED, "problem_type", "num_labels"),
     # The classifier does not use the pooler.
     computed=("vit.pooler.dense.weight", "vit.pooler.dense.bias"),
     tied={},

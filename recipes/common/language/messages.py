@@ -32,6 +32,21 @@ def before_training(layout: Layout, corpus: Dataset, training: Training, flags: 
         *stages(layout, training.accumulate),
         *cache(layout),
         *describe_set(flags),
+        *without_effect(layout, flags),
+    ]
+
+
+def without_effect(layout: Layout, flags: Any) -> list[str]:
+    """Lines about flags for a mesh that splits positions or layers, on one that does not.
+
+    Args:
+      flags: of the model.
+    """
+    parts = {"context": (layout.seq_shards, "positions"), "pipeline": (layout.stages, "layers")}
+    return [
+        f"--{name}={vars(flags)[name]} has no effect: rules {layout.strategy!r} split no {what}."
+        for name, (count, what) in parts.items()
+        if count == 1 and vars(flags)[name] != type(flags).__dataclass_fields__[name].default
     ]
 
 

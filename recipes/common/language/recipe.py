@@ -112,6 +112,17 @@ def model_config(
     return config
 
 
+def decoder_of(restore_from: str) -> str:
+    """The entry of a checkpoint. Raises UserError if it is no language model."""
+    entry = checkpoint.find(restore_from, hash_files=False).metadata["entry"]
+    if entry in entries.ENTRIES and entries.ENTRIES[entry].data != "data.text":
+        raise UserError(
+            f"--restore_from={restore_from} is a {entry!r} model, which writes no answers; use a "
+            "language model"
+        )
+    return entry
+
+
 def for_another_loss(config: Any) -> Any:
     """The config of a model whose outputs a recipe compares before it has a loss.
 

@@ -12,6 +12,7 @@ from data.tokenizer import Tokenizer
 from recipes.common.checkpoint import RunFolder
 from recipes.common.generation.generator import Generator, Sampling, cap_windows
 from recipes.common.runtime import UserError, flag, print0, quote, warn
+from recipes.common.runtime.flags import refuse_unused
 from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.move import move
@@ -48,7 +49,10 @@ class Sample:
         return tokenizer.prompt(self.prompt)
 
     def check(self, model: type[nnx.Module], layout: Layout, tokenizer: Tokenizer) -> None:
-        """Raises UserError if --chat needs a template or --sample_rules can't generate."""
+        """Raises UserError if --chat needs a template, --sample_rules can't generate, or there is no sample."""
+        if not self.sample_bytes:
+            use = "the sample, and --sample_bytes=0 asks for none"
+            refuse_unused(self, ("prompt", "chat", "temperature", "sample_rules"), use)
         self.begin(tokenizer)
         if self.sample_rules:
             self.layout(model, layout, layout.seq_len)

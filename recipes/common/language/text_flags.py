@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from data import sources
 from data import text as texts
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ class Text:
         Args:
           seed: of the run, for examples that are drawn at random.
         """
+        sources.check_column(self.text_column, self.dataset, self.eval_dataset)
         return texts.load(
             self.dataset, self.text_column, self.seq_len, tokenizer, self.pack, self.eval_dataset
         )

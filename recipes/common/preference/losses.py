@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from recipes.common.checkpoint.probe import LABELLED
 from recipes.common.runtime import UserError, flag
+from recipes.common.runtime.flags import refuse_unused
 
 WITH_REFERENCE = ("dpo", "ipo", LABELLED)
 # An answer's log-probability is that of a token, the mean. IPO's authors average too, though the
@@ -68,6 +69,8 @@ class Loss:
                 f"--label_smoothing={self.label_smoothing} is for dpo and simpo, not --loss={self.loss}; "
                 "leave it out"
             )
+        if self.loss != "simpo":
+            refuse_unused(self, ("target_margin",), f"simpo, not --loss={self.loss}")
         if self.loss != LABELLED and (self.good_weight, self.bad_weight) != (1, 1):
             raise UserError(
                 f"--good_weight and --bad_weight are for kto, not --loss={self.loss}; leave them out"

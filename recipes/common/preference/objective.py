@@ -84,15 +84,9 @@ class Objective:
         if reference:
             aux["kl"] = _divergence(policy.each_RT, reference.each_RT, targets_RT)
         total = aux["loss"][0]
-        if policy.metrics:
-            # Costs of experts are means over targets, as in training; this loss is one over pairs.
-            targets = jnp.maximum((targets_RT >= 0).sum(), 1).astype(jnp.float32)
-            means = {name: metric / targets for name, metric in policy.metrics.items()}
-            total = model.add_costs(total, {name: count * mean for name, mean in means.items()})
-            aux |= model.layer_means(policy.metrics, targets)
-            if not reference or frozen is not None:  # or the reference would change too
-                model.update_buffers(DecoderObjective(total, targets, aux, policy.metrics))
-        return total, count, aux
+        updates = not reference or frozen is not None  # or the reference would change too
+        total, means = with_layers(model, total, count, aux, policy.metrics, targets_RT, updates)
+        return total, count, aux | means
 
     def reference_answers(self, variables: Tree, tokens_RT, targets_RT) -> Answers:
         """The reference's answers under its own rules, sharded by the active rules."""
@@ -120,6 +114,31 @@ class Objective:
             answer_R = answer_R / jnp.maximum((targets_RT >= 0).sum(axis=1), 1)
         pairs_B2 = reshape(answer_R, (len(answer_R) // 2, 2), "batch", None)
         return Answers(each_RT, Pair(pairs_B2[:, 0], pairs_B2[:, 1]), metrics)
+
+
+def with_layers(
+    model: Any, total, count, aux: Tree, metrics: Tree, targets_RT: jax.Array, updates: bool
+) -> tuple[jax.Array, Tree]:
+    """Adds the costs of layers, such as experts', to a loss whose count is not its targets.
+
+    Costs are means over targets, as in training.
+
+    Args:
+      total, count, aux: of the loss.
+      metrics: of the layers: name → [L, ...], sums over targets.
+      updates: whether the model's buffers change.
+
+    Returns: (the sum with costs, the means of the metrics for aux).
+    """
+    if not metrics:
+        return total, {}
+    targets = jnp.maximum((targets_RT >= 0).sum(), 1).astype(jnp.float32)
+    costs = {name: count * (metric / targets) for name, metric in metrics.items()}
+    total = model.add_costs(total, costs)
+    means = model.layer_means(metrics, targets)
+    if updates:
+        model.update_buffers(DecoderObjective(total, targets, aux | means, metrics))
+    return total, means
 
 
 def side_by_side(chosen_BT: jax.Array, rejected_BT: jax.Array) -> jax.Array:

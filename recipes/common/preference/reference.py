@@ -27,6 +27,19 @@ def choose(
         for name, value in named.items():
             raise UserError(f"--{name}={value} is for a reference, which --loss={loss.loss} lacks")
         return None
+    return frozen_start(flags, layout, model, folder, run, rows=2 * layout.batch_size)
+
+
+def frozen_start(
+    flags: Reference, layout: Layout, model: type, folder: RunFolder, run: Run, rows: int
+) -> Frozen:
+    """The checkpoint that a run started from, frozen. Raises UserError if it doesn't fit or is gone.
+
+    Args:
+      layout: the policy's.
+      rows: of a batch of the reference.
+    """
+    named = {name: value for name, value in vars(flags).items() if value}
     source = folder.source
     if source is None:  # a resumed run
         source = checkpoint.find(folder.flags["restore_from"], hash_files=run.verify)
@@ -34,16 +47,16 @@ def choose(
     shares_weights = bool(layout.config.lora_rank) and not named and "base" not in source.metadata
     dtype = flags.reference_dtype
     config = dataclasses.replace(layout.config, lora_rank=0, dtype=dtype or layout.config.dtype)
-    rules, answers = flags.reference_rules or run.rules, 2 * layout.batch_size
+    rules = flags.reference_rules or run.rules
     try:  # its rules may leave a mesh axis unused
         its = make_layout(model, config, layout.mesh, rules, seq_len=layout.seq_len)
-        check_batch(its.strategy, its.rules, its.mesh, answers, microbatches=1)
+        check_batch(its.strategy, its.rules, its.mesh, rows, microbatches=1)
         if its.stages > 1:
             check_stages(its, accumulate=1)
     except UserError as error:  # the run's own rules were found to fit
         raise UserError(str(error).replace("--rules", "--reference_rules")) from None
     checkpoint.check_variables(source, its)
-    its = dataclasses.replace(its, batch_size=answers)
+    its = dataclasses.replace(its, batch_size=rows)
     on_host = flags.reference == ON_HOST
     if on_host:
         check_host_memory("reference", ON_HOST, layout.mesh.devices.flat[0], "use --reference=copy")

@@ -89,6 +89,11 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     },
 }
 
+# For models in 16 bits on CPUs, which compute in float32 and round where the program says so. By default,
+# the compiler leaves out a rounding that is widened again in the same fusion. Then training and
+# generation, whose fusions differ, round at different places: see recipes/docs/precision.md.
+ROUND_AS_WRITTEN: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
+
 # For proofs on simulated devices: programs compile in a third of the time, to slower code. Sharding
 # and collectives are decided before code is generated, which takes most of the time: least where LLVM
 # does not optimize it, and where the older generator of loops makes it. LLVM gets a program in one part,
@@ -108,10 +113,18 @@ def platform(device: jax.Device) -> str:
     return "cuda" if nvidia else device.platform
 
 
-def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, bool | int | str]:
-    """The options for programs on this mesh."""
+def compiler_options(
+    mesh: jax.sharding.Mesh, dtype: str | None = None
+) -> dict[str, bool | int | str]:
+    """The options for programs on this mesh.
+
+    Args:
+      dtype: of the model's activations; None: float32.
+    """
     device = mesh.devices.flat[0]
     target = platform(device)
+    if target == "cpu" and dtype in ("bfloat16", "float16"):
+        return COMPILER_OPTIONS["cpu"] | ROUND_AS_WRITTEN
     if target == "cuda" and mesh.size == 1:
         return {}  # nothing is sent, and unrolled loops would only compile longer
     return COMPILER_OPTIONS.get(target, {}) | COMPILER_OPTIONS.get(device.device_kind, {})

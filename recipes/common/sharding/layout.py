@@ -22,7 +22,7 @@ from recipes.common.sharding.abstract import AbstractModel, Tree, abstract_model
 from recipes.common.sharding.compiler_options import compiler_options, platform
 from recipes.common.sharding.host_memory import result
 from recipes.common.sharding.rules import Rules, partition_spec
-from recipes.common.sharding.shape import Shape, check_length, shape_of
+from recipes.common.sharding.shape import Shape, check_length, shape_of, stated_dtype
 from zoo.core.sharding import AxisNames, optimizer_axes
 
 
@@ -44,6 +44,11 @@ class Layout:
     @functools.cached_property
     def shape(self) -> Shape:
         return shape_of(self.model, self.config)
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of activations, if the model has a config that states it."""
+        return stated_dtype(self.config)
 
     @property
     def names(self) -> AxisNames:
@@ -166,7 +171,7 @@ class Layout:
     def lower(self, function: Callable, *arguments: Tree, **jit_options) -> jax.stages.Lowered:
         """Lowers `function` for this layout and these arguments' shapes and shardings."""
         target = platform(self.mesh.devices.flat[0])
-        options = compiler_options(self.mesh) | jit_options.pop("compiler_options", {})
+        options = compiler_options(self.mesh, self.dtype) | jit_options.pop("compiler_options", {})
         with self.trace():
             traced = jax.jit(function, compiler_options=options, **jit_options).trace(*arguments)
             # JAX would ask the local GPUs for their platform, but there may be none.

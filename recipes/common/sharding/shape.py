@@ -247,7 +247,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         text_positions=of_text,
         joint=weights[TEXT_HEAD][1][-1] if of_text else 0,
         pairs=_stated(config, "pairs"),
-        dtype=_stated(config, "dtype"),
+        dtype=stated_dtype(config),
         kernel=_stated(config, "attention"),
         context=_stated(config, "context"),
         remat=_stated(config, "remat"),
@@ -267,6 +267,11 @@ def check_length(shape: Shape, seq_len: int) -> None:
             f"--seq_len={seq_len} is more than the {most} positions that the model learns; use at "
             f"most --seq_len={most}"
         )
+
+
+def stated_dtype(config: Any) -> str | None:
+    """The dtype of a model's activations; None if its config states none."""
+    return _stated(config, "dtype")
 
 
 def _stated(config: Any, field: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from data import buckets, captions, images
+from data import buckets, captions, hub, images
 from data.batches import Dataset, held_out_batches
 from data.captions import Texts
 from recipes.common.runtime import UserError
@@ -86,6 +86,8 @@ def read_templates(templates: str) -> list[str]:
     Captions that have commas themselves, such as CLIP's for food and pets, need a file.
     """
     captions = _read_list(templates, "templates")
+    if templates and not captions:
+        raise UserError(f"--templates={templates} has no captions; write some, or leave it out")
     for caption in captions:
         if "{}" not in caption:
             raise UserError(
@@ -99,7 +101,12 @@ def _read_list(value: str, flag: str) -> list[str]:
     path = buckets.local(value, f"--{flag}={value}")
     if os.path.isfile(path):  # pathlib's raises for a list longer than a file's name may be
         try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
+            text = path.read_text(encoding="utf-8-sig")
+            lines = [
+                line
+                for part in hub.without_nul([text], f"--{flag}={value}")
+                for line in part.splitlines()
+            ]
         except UnicodeDecodeError:
             raise UserError(f"--{flag}={value} is not UTF-8; convert the file") from None
     else:

@@ -56,8 +56,9 @@ def check_ids(rows: Tree, vocab_size: int) -> None:
     Args:
       vocab_size: 0: the model has none.
     """
-    for name in ("tokens", "targets") if vocab_size else ():
-        if name in rows and (largest := int(np.max(rows[name], initial=-1))) >= vocab_size:
+    ids = [name for name in rows if name.rpartition("_")[2] in ("tokens", "targets")]
+    for name in ids if vocab_size else ():  # also "rejected_tokens" and others
+        if (largest := int(np.max(rows[name], initial=-1))) >= vocab_size:
             raise UserError(
                 f"{name} of a batch have the id {largest}, and the model's vocabulary has {vocab_size} "
                 "ids, from 0 on; use the model's own tokenizer, or a larger vocabulary"

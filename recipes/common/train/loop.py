@@ -48,6 +48,7 @@ def fit(
     extra: Extra | None = None,
     example_flops: float | None = None,
     frozen: Frozen | None = None,
+    online: "Online | None" = None,
 ) -> tuple[Tree, Log, Tree]:
     """Trains until step run.steps, saves, and evaluates the last state.
 
@@ -56,6 +57,7 @@ def fit(
       extra: sums that evaluation adds to the loss's own metrics.
       example_flops: FLOPs of training on one example; None: as if each weight were multiplied once.
       frozen: a second model for the loss, "frozen" in the state.
+      online: makes the batches from the state, in place of `data`, and evaluates it.
 
     Returns (state, log, its Evaluation's totals). Raises UserError before anything is written, and
     Stopped as `take_steps` does.
@@ -84,7 +86,7 @@ def fit(
     saver = None
     if folder.in_use:
         saver = Saver(folder, run.keep_checkpoints, metadata, facts, tokenizer)
-    evaluation = Evaluation(layout, data, extra)
+    evaluation = online or Evaluation(layout, data, extra)
     peak = flops.peak(layout, (example_flops or flops.dense(layout)) / data.units)
     path = folder.path / "metrics.jsonl" if folder.in_use else None
     per_step = run.batch_size * data.units
@@ -111,14 +113,29 @@ def fit(
             "parameters": ready_at - compiled_at,
             "evaluation": time.perf_counter() - evaluated_at,
         }
-        batches = train_batches(data, run.batch_size, run.seed, folder.step, layout.process_rows)
         with profile:
-            traced, feed = profile.around(compiled, folder.step), device_batches(batches, layout)
+            traced = profile.around(compiled, folder.step)
+            if online:
+                traced, feed = online.around(traced), online.feed(folder.step)
+            else:
+                batches = train_batches(
+                    data, run.batch_size, run.seed, folder.step, layout.process_rows
+                )
+                feed = device_batches(batches, layout)
             state = take_steps(traced, state, feed, run, log, saver, evaluate)
     totals = evaluate(int(state["step"]), state)
     if saver:
         saver.close()
     return state, log, totals
+
+
+class Online(Protocol):
+    """Batches that the model itself makes: see recipes/common/reinforcement/online.py."""
+
+    def feed(self, first: int) -> Iterator[tuple[Any, float]]: ...
+    def around(self, step: Callable) -> Callable: ...
+    def __call__(self, state: Tree) -> Tree: ...
+    def metrics(self, totals: Tree) -> dict[str, float]: ...
 
 
 def compile_step(step: TrainStep, abstract: Tree, data: Dataset):

@@ -105,8 +105,12 @@ def clip(most: float) -> optax.GradientTransformationExtraArgs:
     def update(updates, state, params=None, *, norm=None, **_):
         norm = optax.tree.norm(updates) if norm is None else norm
         small = norm < most
-        clipped = jax.tree.map(lambda g: jax.lax.select(small, g, g / norm * most), updates)
-        return clipped, state
+
+        def clipped(gradient: jax.Array) -> jax.Array:
+            scaled = gradient / norm * most  # float32, also of gradients in 16 bits
+            return jax.lax.select(small, gradient, scaled.astype(gradient.dtype))
+
+        return jax.tree.map(clipped, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 

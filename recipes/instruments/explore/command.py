@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 
 from recipes.common import checkpoint, entries
 from recipes.common.runtime import UserError, describe, flag, print0
+from recipes.common.runtime.flags import refuse_unused
 from recipes.common.runtime.mesh import parse
 from recipes.common.sharding import make_layout
 from recipes.common.sharding import rules as sharding_rules
@@ -97,6 +98,8 @@ def shown_by_flags(flags: Flags) -> explorer.Shown:
 
 def shown_from_run(flags: Flags) -> explorer.Shown:
     """The layout of the run in --from. Raises UserError if it can't be shown."""
+    decided = ("entry", "size", "mesh", "rules")
+    refuse_unused(flags, decided, f"a new layout, and --from={flags.from_} has its own")
     path = checkpoint.find(flags.from_, "--from", hash_files=False).path
     if not (path / "metadata").exists():  # a Hugging Face folder
         raise UserError(f"--from={flags.from_} is not a run of this project; use a run's workdir")

@@ -101,6 +101,8 @@ def main(flags: Flags) -> None:
         raise UserError(f"--html={flags.html}: there is no folder {page.parent}; make it first")
     jax.config.update("jax_platforms", "cpu")  # the devices need not exist
     job, abstract, assumed = make_job(flags, devices)
+    if asked and not job.seq_len:
+        refuse_unused(flags, ("seq_len",), f"text, which {flags.entry} doesn't read")
     if flags.confirm and flags.model:
         raise UserError("--confirm compiles entries of the zoo, and --model is none; leave it out")
     if flags.confirm and not shape_of(abstract, job.config).vocab_size:

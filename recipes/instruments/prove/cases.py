@@ -245,7 +245,20 @@ def prove_case(
         variables = {kind: reference.training.initial[kind] for kind in layout.model.shapes}
         place = locate(layout, reference.layout, variables, user_model.batch)
         case = dataclasses.replace(case, place=place)
-    return case
+    return dataclasses.replace(case, note=in_16_bits(layout)) if case.beyond else case
+
+
+def in_16_bits(layout: Layout) -> str:
+    """A line about parameters whose gradients are rounded before devices add them up; "" without any."""
+    weights = paths(layout.variables()["params"])
+    found = [path for path, x in weights.items() if x.dtype.itemsize < 4]
+    if not found:
+        return ""
+    others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"parameters in 16 bits ({found[0]}{others}): devices round their gradients before they add up; keep "
+        "parameters in float32, and let layers compute in 16 bits"
+    )
 
 
 def compare_runs(on_mesh: Training, on_one: Training) -> dict[str, dict[str, Difference]]:

@@ -25,9 +25,11 @@ def check_loss(one: Layout, batch: Tree) -> None:
     except UserError:
         raise
     except Exception as error:  # whatever the user's code raises
+        # Explicit axes are in the types of arrays, which flax's scan compares.
+        explicit = ", or use auto axes (--auto)" if one.mesh.explicit_axes else ""
         raise UserError(
             f"one device can't compute the loss of the batch ({reason(error)}); fix the batch or the "
-            "loss"
+            f"loss{explicit}"
         ) from error
     for name, x in (("sum", total), ("count", count)):
         if x.shape:

@@ -1,0 +1,1 @@
+"""Reinforcement learning from rewards: the losses of sampled answers, rewards, and batches that a model makes."""

@@ -1,0 +1,311 @@
+"""Batches that the model itself makes: it answers prompts, the answers get rewards, and become rows.
+
+Step k's answers depend on the state before it and on (seed, k, prompt, number) alone, so a resumed run
+makes them again. Shapes: B answers, P prompts of a step, G answers of a prompt, T positions, N new tokens.
+"""
+
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from data.batches import Dataset
+from data.questions import Question, Questions
+from data.tokenizer import Tokenizer
+from recipes.common.checkpoint import RunFolder
+from recipes.common.generation.rollouts import Answers, Sampler
+from recipes.common.reinforcement.losses import PolicyLoss
+from recipes.common.reinforcement.rewards import Answered, Rewards
+from recipes.common.runtime import Stopped, UserError, flag, processes, warn
+from recipes.common.sharding import Layout, Tree
+from recipes.common.sharding.move import move
+from recipes.common.storage import folders, jsonl
+from recipes.common.train.feed import to_devices
+
+EVALUATION = 2**32 - 1  # in place of a step's number, for the random numbers of held-out answers
+# Dtype of activations → the largest mean difference between training and sampling, in nats a token, that
+# rounding explains: see recipes/docs/precision.md. Experts that rounding chooses otherwise are included.
+LARGEST_MISMATCH = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """Flags of the answers."""
+
+    dataset: str = flag(
+        "stdlib", "Prompts: stdlib, a file, folder or pattern of .jsonl or .parquet files, or hf:NAME, with "
+        "prompt or messages; the reward gets all columns.", "data",
+    )  # fmt: skip
+    eval_dataset: str = flag(
+        "", "Prompts to hold out, as --dataset takes them; empty: a part of --dataset.", "data"
+    )
+    eval_prompts: int = flag(
+        64, "Held-out prompts to answer in an evaluation, at most.", "data", at_least=1
+    )
+    tokenizer: str = flag(
+        "", "Tokenizer, if the model has none of its own: bytes, a tokenizer.json, ORG/NAME.",
+        "data", may_change=True,
+    )  # fmt: skip
+    as_chat: bool = flag(
+        False, "Give prompts that are texts to the model as messages, in its chat template.", "data"
+    )
+    seq_len: int = flag(96, "Tokens of a prompt with its answer.", "data", at_least=2)
+    max_new_tokens: int = flag(48, "Tokens of an answer, at most.", "data", at_least=1)
+    group_size: int = flag(
+        8, "Answers to a prompt, which are compared with each other; divides --batch_size.", "data",
+        at_least=2,
+    )  # fmt: skip
+    temperature: float = flag(1.0, "Temperature of the answers.", "data", at_least=0.01)
+    mask_cut: bool = flag(
+        False, "Don't learn from answers that the limit has cut off.", "optimizer"
+    )
+    sample_rules: str = flag(
+        "", "Sharding rules to write answers with, on the same mesh; empty: those of training, with weights "
+        "gathered once.", may_change=True,
+    )  # fmt: skip
+
+    def check(self, batch_size: int) -> None:
+        """Raises UserError if the sizes don't fit each other."""
+        if batch_size % self.group_size:
+            raise UserError(
+                f"--batch_size={batch_size} answers are not divisible by --group_size={self.group_size}; use "
+                f"--batch_size={max(batch_size // self.group_size, 1) * self.group_size}"
+            )
+        if self.max_new_tokens >= self.seq_len:
+            raise UserError(
+                f"--max_new_tokens={self.max_new_tokens} leave no room for a prompt in "
+                f"--seq_len={self.seq_len}; use --seq_len={2 * self.max_new_tokens}"
+            )
+
+    @property
+    def longest_prompt(self) -> int:
+        return self.seq_len - self.max_new_tokens + 1  # the last token is only a target
+
+
+@dataclasses.dataclass(frozen=True)
+class Online:
+    """What `fit` takes for batches that the model makes: a feed, a step around the step, an evaluation."""
+
+    flags: Rollout
+    loss: PolicyLoss
+    layout: Layout  # of training
+    sampler: Sampler
+    questions: Questions
+    rewards: Rewards
+    tokenizer: Tokenizer
+    folder: RunFolder
+    batch_size: int
+    seed: int
+
+    def dataset(self) -> Dataset:
+        """Facts about the rows, for `fit`; its examples are the prompts."""
+        T = self.flags.seq_len
+        filler = {
+            "tokens": np.zeros(T, np.int32),
+            "targets": np.full(T, -1, np.int32),
+            "sampler_log_probs": np.zeros(T, np.float32),
+            "advantage": np.zeros((), np.float32),
+        }
+        return Dataset(
+            train=self.questions.train,  # type: ignore[arg-type]
+            held_out=self.questions.held_out,  # type: ignore[arg-type]
+            filler=filler,
+            unit="tokens",
+            units=T,
+            config={},
+            facts=self.questions.facts | {"rewards": self.rewards.names},
+            notes=self.questions.notes,
+        )
+
+    # ---- training
+
+    def feed(self, first: int) -> Iterator[tuple[int, float]]:
+        """The number of each step, from `first` on: its batch is made from the state before it."""
+        return ((k, 0.0) for k in itertools.count(first))
+
+    def around(self, step: Callable[[Tree, Tree], tuple[Tree, Tree]]) -> Callable:
+        """(state, the step's number) → (state, metrics), which makes the batch first."""
+        mismatch: list[Any] = []
+
+        def with_rollout(state: Tree, k: int) -> tuple[Tree, Tree]:
+            self._check_mismatch(k, mismatch)
+            batch, measured = self.batch(state, k)
+            state, metrics = step(state, batch)
+            mismatch[:] = [metrics["mismatch"]]
+            return state, metrics | measured
+
+        self._begin_samples()
+        return with_rollout
+
+    def _check_mismatch(self, k: int, mismatch: list[Any]) -> None:
+        """Raises Stopped if the step before shows another model or text than was sampled from."""
+        largest = LARGEST_MISMATCH[self.layout.dtype or "float32"]
+        if mismatch and not (found := float(mismatch[0])) <= largest:
+            raise Stopped(
+                f"after step {k}, training and sampling differ by {found:.2e} nats a token, and rounding in "
+                f"{self.layout.dtype} explains {largest:.0e}; python -m recipes.prove --generate=CHECKPOINT "
+                "measures where that comes from"
+            )
+
+    def batch(self, state: Tree, k: int) -> tuple[Tree, dict[str, float]]:
+        """The batch of step k on the devices, and metrics of its answers."""
+        G = self.flags.group_size
+        start = time.perf_counter()
+        asked = [q for q in self._prompts_of(k, self.batch_size // G) for _ in range(G)]
+        ids_B3 = np.array(
+            [(k, n, g) for n, _ in self._prompts_of(k, self.batch_size // G) for g in range(G)]
+        )
+        questions = [question for _, question in asked]
+        variables = move(state, self.layout, self.sampler.layout)
+        answers = self.sampler(variables, [q.tokens for q in questions], ids_B3)
+        del variables
+        sampled = time.perf_counter()
+        texts, rewards_BF, failed = self._rewarded(questions, answers)
+        rewarded = time.perf_counter()
+        reward_B = rewards_BF @ np.array(self.rewards.weights)
+        rewards_PG = reward_B.reshape(-1, G)
+        is_even_P = np.ptp(rewards_PG, axis=1) == 0
+        rows = self._rows(questions, answers)
+        rows["advantage"] = self.loss.advantages(rewards_PG).reshape(-1).astype(np.float32)
+        written_B = (answers.tokens_BN >= 0).sum(axis=1)
+        is_cut_B = ~self._ended(answers)
+        if self.flags.mask_cut:
+            rows["targets"][is_cut_B] = -1
+        if self.loss.loss == "dapo":
+            rows["targets"][np.repeat(is_even_P, G)] = -1
+        self._show_samples(k, questions[:G], texts, rewards_BF[:G], is_cut_B)
+        own = self.layout.process_rows
+        batch = to_devices({name: x[own] for name, x in rows.items()}, self.layout)
+        by_name = dict(zip(self.rewards.names, rewards_BF.mean(axis=0), strict=True))
+        return batch, {
+            "reward": reward_B.mean(),
+            "reward_deviation": rewards_PG.std(axis=1).mean(),
+            "no_variance": is_even_P.mean(),
+            **({f"reward_{n}": x for n, x in by_name.items()} if len(by_name) > 1 else {}),
+            "reward_errors": float(failed),
+            "length": written_B.mean(),
+            "cut": is_cut_B.mean(),
+            "entropy": answers.entropies_BN.sum() / written_B.sum(),
+            "sample_seconds": sampled - start,
+            "reward_seconds": rewarded - sampled,
+        }
+
+    def _prompts_of(self, k: int, count: int) -> list[tuple[int, Question]]:
+        """The prompts of step k with their numbers: each epoch has all of them in an order of its own."""
+        train = self.questions.train
+        picked, orders = [], {}
+        for i in range(k * count, (k + 1) * count):
+            epoch, place = divmod(i, len(train))
+            if epoch not in orders:
+                orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(len(train))
+            picked.append((int(orders[epoch][place]), train[orders[epoch][place]]))
+        return picked
+
+    def _rows(self, questions: list[Question], answers: Answers) -> dict[str, np.ndarray]:
+        """A row for each answer, after its prompt."""
+        B, T = len(questions), self.flags.seq_len
+        rows = {
+            "tokens": np.zeros((B, T), np.int32),
+            "targets": np.full((B, T), -1, np.int32),
+            "sampler_log_probs": np.zeros((B, T), np.float32),
+        }
+        for b, question in enumerate(questions):
+            written = answers.tokens_BN[b][answers.tokens_BN[b] >= 0]
+            both = np.concatenate([question.tokens, written])
+            first = len(question.tokens) - 1  # the position that predicts the answer's first token
+            place = slice(first, first + len(written))
+            rows["tokens"][b, : len(both) - 1] = both[:-1]
+            rows["targets"][b, place] = written
+            rows["sampler_log_probs"][b, place] = answers.log_probs_BN[b, : len(written)]
+        return rows
+
+    def _ended(self, answers: Answers) -> np.ndarray:
+        """Whether an answer ended before its limit, or with it, [B]."""
+        return np.asarray(np.isin(answers.tokens_BN, self.sampler.end).any(axis=1))
+
+    def _rewarded(
+        self, questions: list[Question], answers: Answers
+    ) -> tuple[list[str], np.ndarray, int]:
+        """(texts, rewards [answers, functions], how many failed), computed by process 0."""
+        end = np.array(self.sampler.end, np.int32)
+        texts = []
+        for question, tokens_N in zip(questions, answers.tokens_BN, strict=True):
+            written = tokens_N[(tokens_N >= 0) & ~np.isin(tokens_N, end)]
+            texts.append(self.tokenizer.decode(written, after=question.tokens))
+
+        def compute() -> tuple[list[list[float]], int]:
+            before = self.rewards.failed
+            asked = [
+                Answered(q.prompt, text, q.row, q.where)
+                for q, text in zip(questions, texts, strict=True)
+            ]
+            return self.rewards(asked).tolist(), self.rewards.failed - before
+
+        rewards, failed = processes.broadcast_from_first(compute)
+        return texts, np.array(rewards, np.float64), failed
+
+    # ---- evaluation
+
+    def __call__(self, state: Tree) -> Tree:
+        """Held-out metrics, name → (sum, count): one answer to each prompt, with random numbers of its own.
+
+        "loss" is the negative reward, which --keep_best compares.
+        """
+        held_out = self.questions.held_out[: self.flags.eval_prompts]
+        variables = move(state, self.layout, self.sampler.layout)
+        names = ["reward", "length", "cut", "loss"]
+        sums = dict.fromkeys(names, 0.0)
+        for first in range(0, len(held_out), self.batch_size):
+            part = held_out[first : first + self.batch_size]
+            asked = part + part[:1] * (self.batch_size - len(part))  # one program for all
+            ids_B3 = np.array([(EVALUATION, first + b, 0) for b in range(len(asked))])
+            answers = self.sampler(variables, [q.tokens for q in asked], ids_B3)
+            answers = Answers(*(x[: len(part)] for x in answers))
+            _, rewards_BF, _ = self._rewarded(part, answers)
+            reward = float((rewards_BF @ np.array(self.rewards.weights)).sum())
+            sums["reward"] += reward
+            sums["loss"] -= reward
+            sums["length"] += float((answers.tokens_BN >= 0).sum())
+            sums["cut"] += float((~self._ended(answers)).sum())
+        count = np.float64(len(held_out))
+        return {name: (np.float64(total), count) for name, total in sums.items()}
+
+    def metrics(self, totals: Tree) -> dict[str, float]:
+        return {name: float(total / count) for name, (total, count) in totals.items()}
+
+    # ---- samples.jsonl
+
+    def _begin_samples(self) -> None:
+        """Drops lines of steps that the run takes again; only process 0 writes, and not into buckets."""
+        path = self.folder.path / "samples.jsonl"
+        if (
+            not processes.is_first()
+            or not folders.at(self.folder.path).appends
+            or not path.exists()
+        ):
+            return
+        kept = [line for line in jsonl.read(path) if line["step"] <= self.folder.step]
+        folders.write(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+    def _show_samples(self, k: int, questions, texts, rewards_GF, is_cut_B) -> None:
+        """Appends the answers to a step's first prompt."""
+        if not processes.is_first() or not self.folder.in_use:
+            return
+        if not folders.at(self.folder.path).appends:
+            return
+        path = self.folder.path / "samples.jsonl"
+        lines = [
+            {"step": k + 1, "prompt": question.prompt, "completion": texts[g]}
+            | dict(zip(self.rewards.names, rewards_GF[g].tolist(), strict=True))
+            | {"cut": bool(is_cut_B[g])}
+            for g, question in enumerate(questions)
+        ]
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+        except OSError as error:
+            warn(f"{path} could not be written ({error.strerror}); training continues")

@@ -1,0 +1,265 @@
+"""recipes.grpo: its objective on every mesh, and whole runs that learn and resume bit-equal."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from recipes import grpo
+from recipes.common import checkpoint, entries
+from recipes.common.generation.rollouts import Sampler, sampling_layout
+from recipes.common.reinforcement import online
+from recipes.common.reinforcement.losses import PolicyLoss
+from recipes.common.reinforcement.objective import Objective
+from recipes.common.runtime import Stopped
+from recipes.common.runtime.flags import parse
+from recipes.common.runtime.mesh import make_mesh
+from recipes.common.runtime.start import show_plan
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.sharding.move import move
+from recipes.common.train.step import gradients
+from tests.conftest import full_except
+from tests.support.models import random_values
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
+from tests.support.runs import assert_bit_equal, records, state_of, talker
+
+pytestmark = pytest.mark.promise("reinforcement")
+
+ROWS, LENGTH, LONGEST = 8, 16, 8
+PROMPTS = [np.arange(1, 2 + n % 3, dtype=np.int32) for n in range(ROWS)]
+IDS = np.array([(3, n // 2, n % 2) for n in range(ROWS)])
+MESHES = {
+    "dp": "8", "fsdp": "8", "zero1": "8", "tp": "1x8", "fsdp_tp": "4x2", "fsdp_tp_sp": "4x2",
+    "hsdp_tp": "2x2x2", "fsdp_cp_tp": "data=2,seq=2,model=2",
+}  # fmt: skip
+EXPERTS = {"fsdp_ep": "data=2,expert=4"}
+CASES = [("transformer", *x) for x in MESHES.items()] + [("moe", *x) for x in EXPERTS.items()]
+
+
+def layout_on(entry: str, strategy: str, mesh: str):
+    config = dataclasses.replace(entries.sizes(entry)["tiny"](), loss_chunk=8)
+    if entry == "moe":
+        config = dataclasses.replace(config, capacity=None)
+    return make_layout(
+        entries.model(entry), config, make_mesh(mesh), strategy or None,
+        batch_size=ROWS, seq_len=LENGTH,
+    )  # fmt: skip
+
+
+@functools.cache
+def step_of(entry: str, strategy: str, mesh: str):
+    """(answers, log-probabilities, metrics, gradients) of a rollout and the gradient after it."""
+    layout = layout_on(entry, strategy, mesh)
+    variables = jax.device_put(random_values(layout.model.shapes), shardings(layout.variables()))
+    sampler = Sampler(sampling_layout(entries.model(entry), layout), (7,), 300, LONGEST, 0.8)
+    answers = sampler(move(variables, layout, sampler.layout), PROMPTS, IDS)
+    batch = {
+        "tokens": np.zeros((ROWS, LENGTH), np.int32),
+        "targets": np.full((ROWS, LENGTH), -1, np.int32),
+        "sampler_log_probs": np.zeros((ROWS, LENGTH), np.float32),
+        "advantage": np.linspace(-1, 1, ROWS, dtype=np.float32),
+    }
+    for b, prompt in enumerate(PROMPTS):
+        tokens = answers.tokens_BN[b][answers.tokens_BN[b] >= 0]
+        first, row = len(prompt) - 1, np.concatenate([prompt, tokens])
+        batch["tokens"][b, : len(row) - 1] = row[:-1]
+        batch["targets"][b, first : first + len(tokens)] = tokens
+        batch["sampler_log_probs"][b, first : first + len(tokens)] = answers.log_probs_BN[
+            b, : len(tokens)
+        ]
+    objective = Objective(PolicyLoss("grpo"), LONGEST, temperature=0.8)
+    layout = dataclasses.replace(layout, model=layout.model._replace(loss=objective))
+    placed = jax.device_put(batch, layout.batch_shardings(batch))
+
+    def both(state, batch):
+        grads, _, means = gradients(layout, state, batch)
+        return means, grads
+
+    means, grads = layout.compile(both, variables, placed, compiler_options=QUICK)(
+        variables, placed
+    )
+    grads = {path: np.asarray(x) for path, x in paths(grads).items()}
+    return answers, {name: float(x) for name, x in means.items()}, grads
+
+
+@pytest.mark.parametrize(
+    ("entry", "strategy", "mesh"),
+    full_except(CASES, [], [x for x in CASES if x != ("transformer", "fsdp_tp", "4x2")]),
+)
+def test_a_step_is_one_device_s(entry, strategy, mesh):
+    """Its answers, their log-probabilities, and the gradient: sampled, moved and trained in other layouts."""
+    answers, means, grads = step_of(entry, strategy, mesh)
+    wanted, wanted_means, wanted_grads = step_of(entry, "", "1x1")
+    np.testing.assert_array_equal(answers.tokens_BN, wanted.tokens_BN)
+    assert len({tuple(row) for row in answers.tokens_BN}) == ROWS, "answers to a prompt differ"
+    np.testing.assert_allclose(answers.log_probs_BN, wanted.log_probs_BN, atol=1e-5)
+    assert means["mismatch"] < 2e-6, "at the sampling temperature too"
+    assert means["outside"] == 0
+    assert means["importance"] == pytest.approx(1, abs=1e-5)
+    for name, value in wanted_means.items():
+        assert means[name] == pytest.approx(value, rel=1e-5, abs=2e-6), name
+    whole = np.sqrt(sum(np.sum(x**2) for x in wanted_grads.values()))
+    assert whole > 0.01
+    for path, gradient in wanted_grads.items():
+        size = max(np.linalg.norm(gradient), 1e-3 * whole)
+        assert np.linalg.norm(grads[path] - gradient) / size < 2e-5, path
+
+
+def test_an_answer_does_not_depend_on_its_neighbours():
+    layout = layout_on("transformer", "", "1x1")
+    variables = jax.device_put(random_values(layout.model.shapes), shardings(layout.variables()))
+    end = tuple(range(100))  # a third of the tokens that are written
+    sampler = Sampler(sampling_layout(entries.model("transformer"), layout), end, 300, LONGEST)
+    every = sampler(variables, PROMPTS, IDS)
+    some = sampler(variables, PROMPTS[::-1], IDS[::-1])
+    np.testing.assert_array_equal(some.tokens_BN[::-1], every.tokens_BN)
+    ended = np.argwhere((every.tokens_BN >= 0) & (every.tokens_BN < 100))
+    assert any(n < LONGEST - 1 for _, n in ended)
+    for b, n in ended:
+        assert (every.tokens_BN[b, n + 1 :] == -1).all()
+        assert (every.log_probs_BN[b, n + 1 :] == 0).all()
+    assert (every.entropies_BN[every.tokens_BN >= 0] > 0).all()
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+STEPS = 4
+FLAGS = (
+    "--seq_len=48", "--max_new_tokens=6", "--group_size=4", f"--steps={STEPS}",
+    "--checkpoint_every=2", "--batch_size=8", "--log_every=1", "--eval_every=2",
+    "--learning_rate=0.003", "--warmup_steps=1", "--eval_prompts=3", "--keep_best",
+)  # fmt: skip
+REWARD = """
+def reward(prompt, completion, row):
+    return sum(letter < "a" for letter in completion) / 6 + row["bonus"] / 1000
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model with a chat template, questions, and a reward that reads a column."""
+    folder = tmp_path_factory.mktemp("start")
+    talker(folder / "model", 48)
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {n}?"}], "bonus": n} for n in range(24)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture
+def tune(start, monkeypatch, capsys):
+    """Runs recipes.grpo in this process; returns its output."""
+    monkeypatch.setenv("ZOO_CACHE", str(start / "cache"))
+
+    def run(*flags: str) -> str:
+        first = (
+            f"--restore_from={start / 'model'}",
+            f"--dataset={start / 'prompts.jsonl'}",
+            f"--reward={start / 'reward.py'}:reward",
+        )
+        argv = [*first, *FLAGS, *flags]
+        first_groups = parse(argv, *grpo.NEW) or []
+        planned = grpo.main(*(parse(argv, *grpo.defaults(*first_groups)) or []))
+        if planned:
+            show_plan(planned)
+        return capsys.readouterr().out
+
+    return run
+
+
+MEASURED = ("reward", "length", "cut", "entropy", "loss", "mismatch")
+
+
+@pytest.mark.full
+def test_a_run_resumes_bit_equal_with_its_samples(tune, tmp_path, quick):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    out = tune("--mesh=4x2", f"--workdir={whole}")
+    assert "Training data: 23 prompts." in out
+    assert "Samples with rules fsdp_tp, gathered once." in out
+    shutil.copytree(whole, killed)  # as if it was killed after its first checkpoint
+    shutil.rmtree(killed / "checkpoints" / "4")
+    assert "Resumes at step 2, from " in tune("--mesh=4x2", f"--workdir={killed}")
+    assert_bit_equal(state_of(killed, 4), state_of(whole, 4))
+    assert records(killed, *MEASURED) == records(whole, *MEASURED)
+    assert len(records(whole, *MEASURED)) == STEPS
+    samples = (whole / "samples.jsonl").read_text()
+    assert (killed / "samples.jsonl").read_text() == samples
+    lines = [json.loads(line) for line in samples.splitlines()]
+    assert [line["step"] for line in lines] == [n + 1 for n in range(STEPS) for _ in range(4)]
+    assert all(line["prompt"] == lines[0]["prompt"] for line in lines[:4])
+    assert [*(whole / "best").iterdir()], "the checkpoint with the highest reward"
+    source = checkpoint.find(str(whole))
+    kept = checkpoint.probe.batch(source.metadata, checkpoint.tokenizer_for("", source))
+    assert (kept["targets"] >= 0).any(), "it can be published"
+
+
+@pytest.mark.full
+def test_a_run_learns_what_is_rewarded(tune, tmp_path, quick):
+    """Letters before "a"."""
+    tune(
+        "--mesh=1x1", "--steps=10", "--batch_size=32", "--learning_rate=0.02", "--eval_every=0",
+        "--keep_best=false", f"--workdir={tmp_path / 'w'}",
+    )  # fmt: skip
+    rewards = [reward for (reward,) in records(tmp_path / "w", "reward")]
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
+
+
+@pytest.mark.full
+def test_the_reference_of_an_adapter_is_the_model_without_it(tune, tmp_path, quick):
+    workdir = tmp_path / "w"
+    out = tune(
+        "--mesh=1x1", "--lora_rank=4", "--kl=0.01", "--learning_rate=0.02", f"--workdir={workdir}"
+    )
+    assert "Reference: the model without its adapter, which takes no more memory" in out
+    kls = [kl for (kl,) in records(workdir, "kl")]
+    assert kls[0] == pytest.approx(0, abs=1e-6)
+    assert kls[-1] > 1e-4
+
+
+@pytest.mark.full
+def test_another_model_than_the_sampled_one_stops_the_run(tune, monkeypatch, tmp_path, quick):
+    """A wrong move: training's weights are others."""
+
+    def wrong(state, source, target):
+        moved = move(state, source, target)
+        return jax.tree.map(lambda x: x * 1.05, moved)
+
+    monkeypatch.setattr(online, "move", wrong)
+    with pytest.raises(Stopped, match="training and sampling differ by"):
+        tune("--mesh=1x1", f"--workdir={tmp_path / 'w'}", "--eval_every=0", "--keep_best=false")
+
+
+MISTAKES = {
+    "--batch_size=9": "--batch_size=9 answers are not divisible by --group_size=8; use --batch_size=8",
+    "--max_new_tokens=200": "--max_new_tokens=200 leave no room for a prompt in --seq_len=96",
+    "--reference=copy": "--reference=copy is for a reference, and --kl=0 has none",
+    "--kl=0.1 --reference=stored": "--reference=stored needs answers that are there before",
+    "--restore_from=mlp.digits": "which writes no answers",
+    "--reward=reward.txt:f": "is not FILE.py:FUNCTION",
+    "--sample_rules=absent": "--sample_rules=absent",
+    "--seq_len=50": "prompt of at most 3 tokens",
+}
+
+
+@pytest.mark.parametrize("flags", full_except(MISTAKES, [*MISTAKES][:3]))
+def test_a_mistake_is_one_line(flags, inside, tmp_path):
+    done = inside("recipes.grpo", *flags.split(), "--mesh=1x1", f"--workdir={tmp_path / 'w'}")
+    assert done.code == 2
+    assert MISTAKES[flags] in done.err
+    assert done.err.count("\n") == 1
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.full
+def test_a_plan_counts_the_reference_and_writes_nothing(tune, tmp_path):
+    out = tune("--mesh=4x2", "--plan", "--kl=0.1", f"--workdir={tmp_path / 'w'}")
+    assert "Reference: a frozen copy of model, rules fsdp_tp, " in out
+    assert not (tmp_path / "w").exists()
