@@ -30,7 +30,7 @@ from .options.general_attention import GeneralAttention
 from .parts.classes import class_loss, dense, pool, unit
 from .options.compute_options import ComputeOptions
 from .core.decoder import Decoder
-from .parts.gelu import GeluMLP
+from .parts.gelu import GELU, PlainMLP
 from .parts.norms import apply_norm, layer_norm
 from .core.config import bounded, one_of
 from .core.layers import (
@@ -188,7 +188,7 @@ class Layer(nnx.Module):
             gelu = functools.partial(jax.nn.gelu, approximate=False)
             self.mlp = GatedMLP(config, activation=gelu, rngs=rngs)
         else:
-            self.mlp = GeluMLP(config, activation="exact", rngs=rngs)
+            self.mlp = PlainMLP(config, GELU["exact"], rngs=rngs)
         self.norms_first = config.modern
 
     def __call__(self, x_BTD, inputs, kind, cache_index=None):

@@ -22,7 +22,7 @@ from .options.general_attention import GeneralAttention
 from .options.compute_options import ComputeOptions
 from .options.periods import scan_kinds
 from .core.decoder import Decoder
-from .parts.gelu import GeluMLP
+from .parts.gelu import GELU, PlainMLP
 from .parts.norms import layer_norm
 from .core.layers import AttentionType, add_output
 from .core.sharding import Rules, complete_tables, constrain, param
@@ -118,7 +118,7 @@ class Layer(nnx.Module):
         self.attention_norm = norm()
         self.attention = GeneralAttention(config, biases=("q", "k", "v", "o"), rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = GeluMLP(config, activation="tanh", rngs=rngs)
+        self.mlp = PlainMLP(config, GELU["tanh"], rngs=rngs)
 
     def __call__(self, x_BTD, inputs, kind, cache_index=None):
         out_BTD, kv = self.attention(self.attention_norm(x_BTD), inputs, kind, cache_index)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .parts.classes import class_loss
-from .parts.gelu import GeluMLP
+from .parts.gelu import GELU, PlainMLP
 from .parts.norms import layer_norm
 from .core.layers import add_bias, add_output, dot, multiply, sublayer_input
 from .parts.patches import embed_patches, prepend
@@ -171,7 +171,7 @@ class Layer(nnx.Module):
         self.attention_norm = norm()
         self.attention = SelfAttention(config, rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = GeluMLP(config, activation="exact", rngs=rngs)
+        self.mlp = PlainMLP(config, GELU["exact"], rngs=rngs)
 
     def __call__(self, x_BTD):
         out_BTD = self.attention(self.attention_norm(x_BTD))

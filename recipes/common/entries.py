@@ -31,6 +31,7 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "gemma4": Entry("Gemma4", "data.text", "nats a token"),
     "deepseek": Entry("DeepSeek", "data.text", "nats a token"),
     "qwen3_next": Entry("Qwen3Next", "data.text", "nats a token"),
+    "hybrid": Entry("Hybrid", "data.text", "nats a token"),
     "vit": Entry("ViT", "data.images", "nats an image"),
     "bert": Entry("Bert", "data.masked", "nats a masked token"),
     "siglip": Entry("Siglip", "data.captions", "nats a pair"),

@@ -52,6 +52,8 @@ def make(family: Family, folder: pathlib.Path) -> None:
 
     torch.manual_seed(0)
     options = SIZES | family.options
+    if "layers_block_type" in options:  # which says their number
+        del options["num_hidden_layers"]
     if family.config == "ViTConfig":
         options = {
             k: v for k, v in options.items() if k[:3] not in ("voc", "max") and "key" not in k

@@ -99,15 +99,16 @@ TOKENS = (
     "gpt_oss",
     "deepseek",
     "qwen3_next",
-    "bert",
+    "hybrid",
 )
+TOKENS += ("bert",)
 PADDING["siglip"] = "label"
 PADDING |= dict.fromkeys(TOKENS, "targets")
 
 
 FAST = entries.ENTRIES.keys() - FAMILY_CASES
 # Without families whose losses are the functions of the Transformer and the MoE.
-OF_OTHERS = ("gpt2", "gemma3", "gemma4", "gpt_oss", "deepseek", "qwen3_next", "bert")
+OF_OTHERS = ("gpt2", "gemma3", "gemma4", "gpt_oss", "deepseek", "qwen3_next", "hybrid", "bert")
 OF_OTHERS += ("siglip",)  # whose loss is no sum over rows: tests/zoo/test_pairs.py
 LOSSES = [name for name in entries.ENTRIES if name not in OF_OTHERS]
 

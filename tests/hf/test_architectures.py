@@ -214,6 +214,13 @@ MATTER = {  # architecture → changes of its golden config.json, so that more k
     },
     "Qwen2MoeForCausalLM": {"layer_types": None},
     "SmolLM3ForCausalLM": {"no_rope_layers": None, "layer_types": None},
+    "Lfm2ForCausalLM": {
+        "layer_types": None,
+        "full_attn_idxs": [1],
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 2,
+    },
+    "GraniteMoeHybridForCausalLM": {"position_embedding_type": "rope"},
     "DeepseekV2ForCausalLM": {"norm_topk_prob": False, "topk_method": "group_limited_greedy"},
 }
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
@@ -229,6 +236,15 @@ EXCEPTIONS = {
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings"},  # the stored tensors say it
     "Qwen2MoeForCausalLM": {"intermediate_size"},  # of layers without experts, beside windows
     "Qwen3NextForCausalLM": {"intermediate_size"},  # likewise, and such layers are refused
+    "NemotronHForCausalLM": {  # of experts, which are refused; or without effect in transformers
+        *("moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size"),
+        *("moe_shared_expert_overlap", "n_routed_experts", "n_shared_experts", "n_group"),
+        *("norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group"),
+        *("mtp_layers_block_type", "num_nextn_predict_layers", "num_logits_to_keep", "chunk_size"),
+        *("expand", "mamba_ssm_cache_dtype", "residual_in_fp32", "rescale_prenorm_residual"),
+        *("time_step_floor", "time_step_limit", "time_step_max", "use_mamba_kernels"),
+    },
+    "GraniteMoeHybridForCausalLM": {"mamba_chunk_size"},
     "ModernBertForMaskedLM": {"local_attention"},  # halved, without a remainder
     "ModernBertModel": {"local_attention"},
     "ModernBertForSequenceClassification": {"local_attention"},
@@ -292,9 +308,13 @@ def test_an_absent_key_means_transformers_default(architecture):
         assert configs[0] == configs[1], key
 
 
-@pytest.mark.parametrize("entry", ["transformer", "moe", "gemma4", "qwen3_next", "siglip"])
+@pytest.mark.parametrize(
+    "entry", ["transformer", "moe", "gemma4", "qwen3_next", "hybrid", "siglip"]
+)
 def test_every_named_size_is_exported_exactly(entry):
     for size, make in entries.sizes(entry).items():
+        if entry == "hybrid" and size in ("tiny", "small"):
+            continue  # layers of several families
         config = make()
         exact = [f for f in FAMILIES if f.entry == entry and not f.lost(config)]
         assert exact, size

@@ -100,6 +100,7 @@ FEW = {
     "gpt_oss": ("fsdp_ep",),
     "deepseek": ("fsdp_ep",),
     "qwen3_next": ("fsdp_ep_cp",),
+    "hybrid": ("fsdp_cp",),
     "vit": ("fsdp_tp",),
     "bert": ("fsdp_tp",),
     **{f"{name}:{matmul}": () for name in ROUNDED for matmul in ("int8", "fp8")},

@@ -77,6 +77,10 @@ ACTIVATIONS = {
     # for the experts, 4 to 8 for the shared ones, 1 to 6 for a gated delta network (q, k, v, gate,
     # decay, write), 1 to 3 for attention, 2 for the embeddings.
     "qwen3_next": (34, 52),
+    # Two periods: 5 forward, of which experts and the shared ones have 2; nothing again, because a layer
+    # is one sublayer. Then 1 to 5 for Mamba-2 (gate, x, B, C, step), 1 to 3 each for attention and a short
+    # convolution, 1 to 2 for the shared experts, 1 for the experts. The embeddings have 2.
+    "hybrid": (22, 40),
 }
 MOST = 4
 
@@ -100,6 +104,7 @@ def of_latent_attention(config) -> tuple[int, int]:
 NUMBERS = {"dot_relu_dot": 0, "mlp": 0, "vit": 0, "siglip": 0}
 NUMBERS |= dict.fromkeys(("moe", "gpt_oss", "deepseek"), 5 + 2 * 2)
 NUMBERS |= {"qwen3_next": 5 + 2 * 4}  # in four layers
+NUMBERS |= {"hybrid": 5 + 2 * 2}  # in two of eight
 LOSS = 5  # the Transformer and any other entry
 
 
@@ -110,13 +115,14 @@ def to_experts(entry_name: str, layout: Layout) -> int:
     config, (batch, length) = layout.config, ENTRIES[entry_name].batches[0]["tokens"].shape
     share = config.capacity * config.experts_per_token * length / config.num_experts
     slots = batch // layout.batch_shards * config.num_experts * math.ceil(share)
-    layers = config.num_layers - getattr(config, "dense_layers", 0)
+    layers = sum(count for _, count in layout.shape.trained_experts)
     return layers * slots * (5 * config.embed + 3)
 
 
 # Entry → the mesh axis over which it exchanges activations, and how many numbers a device then
 # receives from all devices, itself included.
-EXCHANGES = dict.fromkeys(("moe", "gpt_oss", "deepseek", "qwen3_next"), ("expert", to_experts))
+WITH_EXPERTS = ("moe", "gpt_oss", "deepseek", "qwen3_next", "hybrid")
+EXCHANGES = dict.fromkeys(WITH_EXPERTS, ("expert", to_experts))
 
 
 # Entry → norms of queries and keys. Where the rules split heads, the gradients of these are summed over

@@ -72,6 +72,12 @@ FAMILY_CASES = {
         "data=4,pipe=2": ["pp"],
         "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
     },
+    "hybrid": {  # two more recurrences; its layers are one sublayer each
+        "4x2": ["fsdp_tp_sp"],
+        "data=2,expert=4": ["fsdp_ep"],
+        "data=2,seq=4": ["cp"],
+        "data=4,pipe=2": ["pp"],
+    },
     "bert": DENSE,
     "siglip": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},
     "vit": {"8": ["fsdp"], "4x2": ["fsdp_tp"], "1x8": ["fsdp_tp"], "2x2x2": ["hsdp_tp"]},

@@ -518,7 +518,43 @@ FAMILIES |= {  # gated delta networks, at sizes that no mesh axis divides; layer
         "bfloat16", meshes=FOR_DELTA, norms=0.0,
     ),
 }  # fmt: skip
-NOT_GOLDEN = {"qwen3_moe_dense", "phi3_short", "odd_qwen2_moe", "glm"}
+HYBRID = {"num_key_value_heads": 2, "vocab_size": 67, "num_hidden_layers": 4}
+FAMILIES |= {  # Mamba-2 and short convolutions beside attention; groups that no mesh axis divides
+    "lfm2": Family(
+        "Lfm2Config",
+        SMALL | HYBRID | {"layer_types": ["conv", FULL, "conv", "conv"], "norm_eps": 0.1}
+        | {"conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+        "bfloat16", meshes=FOR_DELTA[::2],
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridConfig",
+        SMALL | HYBRID
+        | {"layer_types": [LINEAR_LAYER, FULL, LINEAR_LAYER, LINEAR_LAYER], "rms_norm_eps": 0.1}
+        | {"mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 7, "mamba_d_conv": 3}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 24}
+        | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}
+        | {"attention_multiplier": 0.2, "mamba_d_head": 16},
+        "bfloat16", meshes=FOR_DELTA,
+    ),
+    "granitehybrid_dense": Family(  # without experts, with rotary embeddings
+        "GraniteMoeHybridConfig",
+        SMALL | HYBRID | {"layer_types": [LINEAR_LAYER, FULL] * 2, "rms_norm_eps": 0.1}
+        | {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 7, "mamba_d_head": 24}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 24}
+        | {"position_embedding_type": "rope", "mamba_conv_bias": False},
+        meshes=FOR_DELTA[::2],
+    ),
+    "nemotron_h": Family(
+        "NemotronHConfig",
+        SMALL | HYBRID
+        | {"layers_block_type": [LINEAR_LAYER, "mlp", LINEAR_LAYER, "mlp", FULL, LINEAR_LAYER]}
+        | {"mamba_num_heads": 6, "n_groups": 2, "ssm_state_size": 7, "mamba_head_dim": 5}
+        | {"conv_kernel": 3, "layer_norm_epsilon": 0.1, "time_step_min": 0.5},
+        "bfloat16", meshes=FOR_DELTA[::2],
+    ),
+}  # fmt: skip
+NOT_GOLDEN = {"granitehybrid_dense"}
+NOT_GOLDEN |= {"qwen3_moe_dense", "phi3_short", "odd_qwen2_moe", "glm"}
 NOT_GOLDEN |= {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
 NOT_GOLDEN |= {"siglip_unlike", "clip_older", "odd_gpt2", "odd_gemma3", "odd_gpt_oss", "odd_vit"}
@@ -552,4 +588,6 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "qwen3_5": [  # of a delta layer, q, k and v share an A
         *("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "gate_proj"),
     ],
+    "lfm2": ["in_proj"],  # of a convolution, b, c and x share an A
+    "nemotron_h": ["q_proj", "o_proj", "in_proj", "up_proj"],
 }  # fmt: skip

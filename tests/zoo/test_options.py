@@ -35,6 +35,7 @@ OPTIONS = {
     "global_window": 3, "keys_as_values": None, "wide_shared_layers": True, "local_rope_theta": 77.0,
     "rotary_fraction": 1.0, "shared_layers": 1,
     "lora_targets": ("q",), "attention_every": 3, "conv_width": 4, "token_types": 0, "modern": True,
+    "pattern": "ECM*", "conv_bias": False, "least_step": 0.3, "activation": "relu2",
 }  # fmt: skip
 NEEDS = {
     "joint_qk_norm": {"qk_norm": True},
@@ -58,7 +59,9 @@ VECTORS = {"task", "pooling", "normalize", "labels"}
 SIZES = {
     "vocab_size", "embed", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp", "num_experts",
     "experts_per_token", "max_positions", "nope_dim", "rope_dim", "value_dim", "kv_latent", "q_latent",
-    "shared_experts", "dense_mlp", "global_kv_heads", "global_head_dim", "layer_embed", "expert_mlp", "delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim",
+    "shared_experts", "dense_mlp", "global_kv_heads", "global_head_dim", "layer_embed", "expert_mlp",
+    "delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim", "mamba_heads", "mamba_groups",
+    "mamba_head_dim", "mamba_state_dim",
 }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ SHARDED = {
     "gpt2": ("fsdp_pp",),
     "deepseek": ("fsdp_ep",),
     "qwen3_next": ("fsdp_cp",),
+    "hybrid": ("fsdp_cp",),
 }
 # Entry, strategy, fields of its Config.
 OPTIONS = [

@@ -285,6 +285,8 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
     zoo, model = entries.zoo_file(name), entries.model(name)
     fields = {field.name for field in dataclasses.fields(zoo.Config)}
     changes = [{}, {"mtp_depth": 1}, {"q_latent": 0}, {"num_layers": 3}]
+    if name == "hybrid":
+        changes[-1] = {"num_layers": 3, "pattern": "M*E"}
     changes.insert(0, {"shared_mlp": 24, "shared_gate": True, "rotary_dims": 4, "norms": "both"})
     for config in [dataclasses.replace(zoo.Config.tiny(), **c) for c in changes if {*c} <= fields]:
         abstract = abstract_model(lambda c=config: model(c, rngs=nnx.Rngs(0)))
@@ -293,7 +295,9 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
             path: leaf
             for path, leaf in paths(abstract.shapes["params"]).items()
             if not path.startswith(OUTSIDE)
-            and not path.endswith(("bias", "scale", "sinks", "mlp_gate", "log_rate", "factor"))
+            and not path.endswith(
+                ("bias", "scale", "sinks", "mlp_gate", "log_rate", "factor", "skip")
+            )
         }
         layers = tuple(map(with_all_experts, shape.layers))
         in_layers = dataclasses.replace(shape, layers=layers, logits=0).multiplied

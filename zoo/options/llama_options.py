@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 from flax import nnx
 
-from ..core.layers import RMSNorm
+from ..core.layers import AttentionType, RMSNorm
 from ..core.vocabulary import look_up
 from .general_attention import GeneralAttention
 from .compute_options import ComputeOptions
@@ -44,6 +44,11 @@ class LlamaOptions(ComputeOptions):
         return self.rotary_dims or self.head_dim
 
     @property
+    def attention_kinds(self) -> tuple[AttentionType, ...]:
+        """`kinds` without layers that don't attend."""
+        return self.kinds
+
+    @property
     def scales_by_length(self) -> bool:
         return self.query_growth > 0 or super().scales_by_length
 
@@ -54,7 +59,7 @@ class LlamaOptions(ComputeOptions):
         if self.query_growth:
             from .rope_scaling import Yarn
 
-            if not all(isinstance(kind.rope_scaling, Yarn) for kind in self.kinds):
+            if not all(isinstance(kind.rope_scaling, Yarn) for kind in self.attention_kinds):
                 raise ValueError(
                     "query_growth needs rotary embeddings scaled by Yarn in all layers"
                 )

@@ -1,11 +1,13 @@
-"""An MLP with GELU, of GPT-2, BERT, ViT and towers.
+"""An MLP without a gate: with GELU in GPT-2, BERT, ViT and towers, squared ReLU in Nemotron-H.
 
 Shapes: B batch, T positions, D embed, F mlp.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..core.layers import add_bias, multiply, sublayer_input
@@ -17,6 +19,11 @@ def quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def squared_relu(x: jax.Array) -> jax.Array:
+    """relu(x)² (So et al. 2021)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 GELU = {  # name → function (Hendrycks & Gimpel 2016)
     "exact": functools.partial(jax.nn.gelu, approximate=False),
     "tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -24,21 +31,24 @@ GELU = {  # name → function (Hendrycks & Gimpel 2016)
 }
 
 
-class GeluMLP(nnx.Module):
-    """gelu(x · up + up_bias) · down + down_bias; costs as much communication as GatedMLP.
+class PlainMLP(nnx.Module):
+    """activation(x · up + up_bias) · down + down_bias; costs as much communication as GatedMLP.
 
     Args:
-      activation: a key of GELU.
+      width: F; 0: config.mlp.
+      biased: whether each product has a bias.
     """
 
-    def __init__(self, config, activation: str, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config, activation: Callable, width: int = 0, biased: bool = True, *, rngs: nnx.Rngs
+    ):
         D = config.embed
-        F = config.mlp
-        self.activation = GELU[activation]
+        F = width or config.mlp
+        self.activation = activation
         self.up = param(rngs, (D, F), ("embed", "mlp"), D**-0.5)
-        self.up_bias = param(rngs, (F,), ("mlp",), 0.0)
+        self.up_bias = param(rngs, (F,), ("mlp",), 0.0) if biased else None
         self.down = param(rngs, (F, D), ("mlp", "embed"), (F * 2 * config.num_layers) ** -0.5)
-        self.down_bias = param(rngs, (D,), ("norm",), 0.0)
+        self.down_bias = param(rngs, (D,), ("norm",), 0.0) if biased else None
         config.add_weights(self, rngs, up=1, down=1)
 
     def __call__(self, x_BTD):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .gelu import GeluMLP
+from .gelu import GELU, PlainMLP
 from .norms import layer_norm
 from ..core.layers import add_bias, dot, multiply
 from ..core.sharding import AxisNames, constrain, explicit, param, reshape, shards, zeros
@@ -66,7 +66,7 @@ class Pooling(nnx.Module):
         self.o = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), D**-0.5)
         self.o_bias = zeros((D,), ("norm",))
         self.norm = layer_norm(D, config.norm_eps, config.dtype)
-        self.mlp = GeluMLP(config, activation=config.activation, rngs=rngs)
+        self.mlp = PlainMLP(config, GELU[config.activation], rngs=rngs)
 
     def __call__(self, x_BTD):
         used = self.config.use_weights(self, DECODER)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ..core.attention import make_inputs
 from ..options.compute_options import ComputeOptions
-from .gelu import GeluMLP
+from .gelu import GELU, PlainMLP
 from .norms import layer_norm
 from ..options.general_attention import GeneralAttention
 from ..core.layers import AttentionType, add_output
@@ -68,7 +68,7 @@ class Layer(nnx.Module):
         self.attention_norm = norm()
         self.attention = GeneralAttention(config, biases=("q", "k", "v", "o"), rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = GeluMLP(config, config.activation, rngs=rngs)
+        self.mlp = PlainMLP(config, GELU[config.activation], rngs=rngs)
 
     def __call__(self, x_BTD, inputs, kind):
         out_BTD, _ = self.attention(self.attention_norm(x_BTD), inputs, kind)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import ssd
+from .maps import ScalarOutputs
 from .state import (
     GROUP,
     Positions,
@@ -68,9 +69,9 @@ class Mamba2(nnx.Module):
         self.b_kernel = param(rngs, (W, G, K), ("conv_width", *groups), W**-0.5)
         self.c_kernel = param(rngs, (W, G, K), ("conv_width", *groups), W**-0.5)
         biased = config.conv_bias
-        self.x_bias = param(rngs, (N, V), heads, 0.0) if biased else None
-        self.b_bias = param(rngs, (G, K), groups, 0.0) if biased else None
-        self.c_bias = param(rngs, (G, K), groups, 0.0) if biased else None
+        self.x_bias: Any = param(rngs, (N, V), heads, 0.0) if biased else None
+        self.b_bias: Any = param(rngs, (G, K), groups, 0.0) if biased else None
+        self.c_bias: Any = param(rngs, (G, K), groups, 0.0) if biased else None
         uniform = functools.partial(jax.random.uniform, shape=(N,))
         # A position decays the state by exp(-rate · softplus(step_bias + step(x))), slowly at first.
         rate_N = uniform(rngs.params(), minval=1.0, maxval=16.0)
@@ -80,7 +81,8 @@ class Mamba2(nnx.Module):
         self.skip = ones((N,), ("heads",))
         self.norm = GroupNorm(config)
         self.o = param(rngs, (N, V, D), (*heads, "embed"), (N * V * 2 * config.num_layers) ** -0.5)
-        config.add_weights(self, rngs, gate=1, x=1, b=1, c=1, step=1, o=2)
+        # Without o: PEFT refuses adapters of it, because kernels fuse it with the recurrence.
+        config.add_weights(self, rngs, gate=1, x=1, b=1, c=1, step=1)
 
     @property
     def recurrence(self) -> Recurrence:
@@ -93,7 +95,7 @@ class Mamba2(nnx.Module):
         # and scores of pairs, of which TPUs pad rows of 64 to 128.
         values = 5 * V + 2 * K * V // C + 3 * max(C, 128)
         return Recurrence(
-            work=N * (C * V + 2 * K * V) + G * C * K,
+            work=N * (C * V + 2 * K * V + C * C) + G * C * K,  # C · C: decays of pairs
             width=channels + 2 * N * V,
             chunks=2 * (N * values + 4 * G * K),  # with their gradients
             group=GROUP,
@@ -279,6 +281,6 @@ def run_group(heads: tuple, groups: tuple, skip_N, state, mixed_BTF, by_position
     b, c = (y.reshape(B, T, G, K) for y in (b, c))
     state, outputs = ssd.run(c, b, step[..., None] * x, log_decay, starts_BT, state)
     skipped = skip_N[None, None, :, None] * x
-    if isinstance(outputs, tuple):  # of a map
+    if isinstance(outputs, ScalarOutputs):  # of a map
         return state, outputs._replace(out=outputs.out + skipped)
     return state, outputs + skipped

@@ -22,6 +22,7 @@ from recipes.common.hf import (
     gemma4,
     gpt2,
     gpt_oss,
+    hybrid,
     llama,
     moe,
     mxfp4,
@@ -43,7 +44,8 @@ UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
 FAMILIES = (
     *(*llama.FAMILIES, *moe.FAMILIES, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION),
     *gemma4.FAMILIES,
-    *(gpt_oss.FAMILY, deepseek.FAMILY, *qwen3_next.FAMILIES, vit.FAMILY),
+    *(gpt_oss.FAMILY, deepseek.FAMILY, *qwen3_next.FAMILIES, *hybrid.FAMILIES),
+    vit.FAMILY,
     *bert.FAMILIES,
     *(siglip.FAMILY, siglip.CLIP_FAMILY),
 )

@@ -111,9 +111,14 @@ def period_of(kinds: list[AttentionType]) -> tuple[AttentionType, ...]:
     return (*next(kinds[:size] for size in sizes if kinds[size:] == kinds[:-size]),)
 
 
-def layer_fields(kinds: list[AttentionType]) -> dict[str, Any]:
-    """Fields of Config: one kind for all layers, or the shortest period of kinds."""
-    if len({*kinds}) > 1 or kinds[0].rope_theta is None:
+def layer_fields(kinds: list[AttentionType], config: type) -> dict[str, Any]:
+    """Fields of a Config: one kind for all layers, or the shortest period of kinds.
+
+    Args:
+      config: its class.
+    """
+    has_kinds = "layer_kinds" in config.__dataclass_fields__
+    if has_kinds and (len({*kinds}) > 1 or kinds[0].rope_theta is None):
         return {"layer_kinds": period_of(kinds)}
     return dict(zip(("sliding_window", "rope_theta", "rope_scaling"), kinds[0], strict=True))
 

@@ -21,7 +21,7 @@ from recipes.common.hf.family import (
     leave_out_layers,
 )
 from recipes.common.hf.moe import QWEN2, QWEN_EXPERTS, SHARED
-from recipes.common.hf.relative import SIZES, TENSORS, Relative
+from recipes.common.hf.relative import SIZES, TENSORS, Relative, in_layers
 from recipes.common.hf.tensors import Part, Stored
 from zoo.options.cache import ATTENTION
 from zoo.qwen3_next import DELTA, Config
@@ -135,15 +135,6 @@ def tensors(projections: Callable[[Config], Table], attention: Table) -> Callabl
         )
 
     return table
-
-
-def in_layers(tensors: Table, stack: str, numbers: list[int], period: int) -> Table:
-    """The tensors of a stack, whose layers have these numbers in each period."""
-    layers = f"{{:{','.join(map(str, numbers))}/{period}}}"
-    return {
-        f"layers/{stack}/{path}": (name.replace("{}", layers, 1), ours, theirs)
-        for path, (name, ours, theirs) in tensors.items()
-    }
 
 
 def layer_types(layers: int, interval: int) -> list[str]:

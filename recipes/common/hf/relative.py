@@ -61,6 +61,19 @@ UNUSED = {  # features that Transformer lacks, unless a row has them → values 
 }
 
 
+def in_layers(tensors: Table, stack: str, numbers: list[int], period: int) -> Table:
+    """The tensors of a stack, whose layers have these numbers in each period.
+
+    Args:
+      tensors: by path in a layer.
+    """
+    layers = f"{{:{','.join(map(str, numbers))}/{period}}}"
+    return {
+        f"layers/{stack}/{path}": (name.replace("{}", layers, 1), ours, theirs)
+        for path, (name, ours, theirs) in tensors.items()
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relative:
     """An architecture that differs from Llama by switches of the Config."""
@@ -83,6 +96,9 @@ class Relative:
     # For keys that are not a field's value: keys, file → those that the tables name; and back.
     keys_from: Callable[[dict[str, Any], pathlib.Path], dict[str, Any]] = lambda keys, path: keys
     keys_to: Callable[[dict[str, Any]], dict[str, Any]] = lambda keys: keys
+    # For fields that are no number of a key: file → fields of Config; and Config → their keys.
+    fields_from: Callable[[ConfigFile], dict[str, Any]] = lambda file: {}
+    fields_to: Callable[[Any], dict[str, Any]] = lambda config: {}
     own_code: bool = False  # whether published folders have code too, which computes the same
     refused: dict[str, tuple] = dataclasses.field(default_factory=dict)  # as UNUSED
     formats: tuple[str, ...] = ()  # quantization methods that are read
@@ -117,14 +133,16 @@ class Relative:
         rotary = file.rotary_dims(sizes["head_dim"]) if self.partial else 0
         options = {field: self._option(file, field, key) for field, key in self.options.items()}
         kinds = self.layers.read(file, self.theta, self.partial)
+        more = self.fields_from(file)
         try:
             return self.config(
                 **sizes,
-                **layer_fields(kinds),
+                **layer_fields(kinds, self.config),
                 **({"rotary_dims": rotary} if self.partial else {}),
                 **options,
                 **self.fixed,
                 **self.training,
+                **more,
                 norm_eps=file.number("rms_norm_eps", 1e-6, float),
                 tie_embeddings=keys.get("tie_word_embeddings") is True,
             )
@@ -152,7 +170,7 @@ class Relative:
         written |= {key: value for key, value in options.items() if value is not None}
         if self.partial:
             written["partial_rotary_factor"] = config.rotary_dim / config.head_dim
-        return self.keys_to(written | self.layers.write(kinds_of(config)))
+        return self.keys_to(written | self.layers.write(kinds_of(config)) | self.fields_to(config))
 
     def lost(self, config: Any) -> list[str]:
         """The fields of a Config that differ when its config.json is read again."""

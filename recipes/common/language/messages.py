@@ -2,14 +2,19 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from data.batches import Dataset
 from recipes.common.flags.config_flags import describe_set
 from recipes.common.language.text_flags import Training
 from recipes.common.report import kernel
+from recipes.common.report.report import size
 from recipes.common.sharding import Layout, Tree
 from recipes.common.train.checks import rows_of_a_device
 from recipes.common.train.evaluation import in_words
 from zoo.parallel.pipeline import microbatches, rounds, ticks
+
+LENGTHS = (512, 8_192)  # positions for which the size of a cache is stated
 
 
 def before_training(layout: Layout, corpus: Dataset, training: Training, flags: Any) -> list[str]:
@@ -25,6 +30,7 @@ def before_training(layout: Layout, corpus: Dataset, training: Training, flags: 
         *kernel.experts(layout),
         *kernel.matmul(layout),
         *stages(layout, training.accumulate),
+        *cache(layout),
         *describe_set(flags),
         *without_effect(layout, flags),
     ]
@@ -41,6 +47,26 @@ def without_effect(layout: Layout, flags: Any) -> list[str]:
         f"--{name}={vars(flags)[name]} has no effect: rules {layout.strategy!r} split no {what}."
         for name, (count, what) in parts.items()
         if count == 1 and vars(flags)[name] != type(flags).__dataclass_fields__[name].default
+    ]
+
+
+def cache(layout: Layout) -> list[str]:
+    """A line about what generation keeps of a row, if layers have states: these don't grow with it."""
+    layers = layout.shape.layers
+    if not any(layer.recurrence for layer in layers):
+        return []
+    state = inputs = keys = 0
+    for layer in layers:
+        if layer.recurrence:
+            state += layer.count * layer.recurrence.state
+            inputs += layer.count * layer.recurrence.halo
+        if layer.attention:
+            keys += layer.count * layer.attention.cached
+    width = jnp.dtype(layout.config.dtype).itemsize
+    states = size(4 * state + width * inputs)
+    sizes = [f"{size(width * keys * length)} at {length:,}" for length in LENGTHS]
+    return [
+        f"cache of a row: states {states} at any length; keys and values {' and '.join(sizes)} positions"
     ]
 
 

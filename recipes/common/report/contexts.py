@@ -25,6 +25,11 @@ TRAINED = {
     "gpt_oss": {"20b": 131_072, "120b": 131_072},
     "deepseek": {"16b": 8_192, "671b": 131_072, "kimi_k2": 131_072},
     "qwen3_next": {"80b_a3b": 262_144, "qwen35_9b": 262_144, "qwen35_35b_a3b": 262_144},
+    "hybrid": {
+        "lfm2_350m": 32_768, "lfm2_1b": 32_768, "granite4_h_micro": 131_072,
+        "granite4_h_tiny": 131_072, "granite4_h_small": 131_072,
+        "nemotron_h_8b": 8_192, "nemotron_nano_9b": 131_072,
+    },
 }  # fmt: skip
 
 

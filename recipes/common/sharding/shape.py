@@ -108,6 +108,7 @@ class LayerShape:
     experts: ExpertsShape | None = None
     positions: int = 0  # of an example, if not the model's
     embed: int = 0  # D, width of the residual stream: of a tower
+    is_apart: bool = False  # a stack of first layers, which a pipeline doesn't divide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,8 +148,8 @@ class Shape:
 
     @property
     def stacked_layers(self) -> int:
-        """Layers that a pipeline divides; dense ones before those with experts are a stack apart."""
-        return sum(layer.count for layer in self.layers if layer.experts) or self.num_layers
+        """Layers that a pipeline divides."""
+        return sum(layer.count for layer in self.layers if not layer.is_apart)
 
     @property
     def num_layers(self) -> int:
@@ -226,7 +227,13 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         width = _embed(own, model.names) if of_text else embed  # of a tower
         layer = _layer(own, width, model, config, window, causal)
         count = kind_by_layer.count((name, window))
-        layer = dataclasses.replace(layer, count=count, positions=of_text * (name == TEXT))
+        is_apart = any(
+            path.startswith(f"{name}/") and axes[0] == DENSE_STACK
+            for path, (axes, _) in weights.items()
+        )
+        layer = dataclasses.replace(
+            layer, count=count, positions=of_text * (name == TEXT), is_apart=is_apart
+        )
         layers.append(layer)
     return Shape(
         embed=embed,
@@ -372,7 +379,11 @@ def _layer(
 
 def _recurrence(own: dict[str, tuple], stated: Any) -> RecurrenceShape:
     """A module that states what its recurrence keeps; its projections and convolutions are counted."""
-    weights = sum(math.prod(shape) for _, shape in own.values() if len(shape) > 1)
+    weights = sum(
+        math.prod(shape)
+        for name, (_, shape) in own.items()
+        if len(shape) > 1 and not name.endswith("bias")
+    )
     return RecurrenceShape(weights=weights, **stated._asdict())
 
 

@@ -1,0 +1,299 @@
+"""Hybrids: decoders of Mamba-2 or short convolutions, and few layers that attend.
+
+Each layer is one sublayer, x + f(norm(x)), and `Config.pattern` says which f, a letter a layer:
+
+    M  Mamba-2 (Dao & Gu 2024; mamba.py), whose state doesn't grow with T
+    C  a gated short convolution (LFM2; short_convolution.py)
+    *  attention: grouped queries, with or without rotary embeddings
+    -  an MLP: SwiGLU, or squared ReLU without a gate
+    E  experts, with or without an MLP beside them
+
+So Nemotron-H, Granite 4 and LFM2 are one program. The first counts its layers like this; the others
+count a layer and the MLP or the experts after it as one. A pattern needs no period: stretches.py.
+
+Shapes: B batch, T positions, D embed, F mlp, E experts, V vocab, L layers; mamba.py has those of Mamba-2.
+
+    model = Hybrid(Config.tiny(), rngs=nnx.Rngs(0))
+    logits_BTV = model(tokens_BT)  # on a mesh: see transformer.py
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+
+from .core.config import bounded, one_of
+from .core.decoder import Decoder
+from .core.layers import AttentionType, GatedMLP, RopeScaling, add_output
+from .core.sharding import Rules, complete_tables
+from .experts.expert_strategies import EXPERT_DECODER, expert_rules
+from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, feed_forward
+from .options import stretches, unlike_layers
+from .options.cache import ATTENTION
+from .options.llama_options import LlamaOptions, embed_scaled, make_attention, make_norms
+from .parts.gelu import PlainMLP, squared_relu
+from .parts.norms import apply_norm
+from .recurrent.mamba import Mamba2
+from .recurrent.short_convolution import ShortConvolution
+from .recurrent.state import KEY_HEADS, with_states
+
+MAMBA, CONVOLUTION, MLP, EXPERTS = "mamba", "convolution", "mlp", "experts"
+STACKS = {"M": MAMBA, "C": CONVOLUTION, "*": ATTENTION, "-": MLP, "E": EXPERTS}
+ACTIVATIONS = ("swiglu", "relu2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(LlamaOptions):
+    """The architecture, with LlamaOptions. moe.Config explains the fields without a comment."""
+
+    vocab_size: int
+    embed: int
+    num_layers: int  # sublayers: an MLP counts as one
+    num_heads: int  # of attention
+    num_kv_heads: int
+    head_dim: int
+    mlp: int  # hidden width of an MLP, or of one expert
+    pattern: str  # a letter for each layer, repeated over the depth
+    mamba_heads: int = 1
+    mamba_groups: int = 1  # of heads that share B and C; divides mamba_heads
+    mamba_head_dim: int = 64
+    mamba_state_dim: int = 128
+    conv_width: int = 4  # W, positions that a convolution sees
+    conv_bias: bool = True  # of Mamba-2's convolution
+    least_step: float = 0.0  # of Mamba-2: the least Δ
+    activation: str = one_of("swiglu", ACTIVATIONS)  # of MLPs
+    num_experts: int = bounded(0, least=0)
+    experts_per_token: int = bounded(0, least=0)
+    shared_mlp: int = bounded(0, least=0)  # hidden width of an MLP beside the experts; 0: none
+    dense_mlp: int = bounded(0, least=0)  # hidden width of MLPs of other layers; 0: mlp
+    capacity: float | None = 1.25
+    normalize: bool = True
+    balance_weight: float = 1e-3
+    norm_eps: float = 1e-5
+    rope_theta: float | None = None  # None: no rotary embeddings
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    tie_embeddings: bool = True
+    _: dataclasses.KW_ONLY
+    lora_targets: tuple[str, ...] = (
+        *("q", "k", "v", "o", "gate", "up", "down"), *("x", "b", "c", "step")
+    )  # fmt: skip
+
+    remat: str = one_of("full", EXPERT_REMAT)
+
+    REMAT = EXPERT_REMAT
+    carries_state = True
+
+    @property
+    def order(self) -> str:
+        """The letter of every layer."""
+        return (self.pattern * self.num_layers)[: self.num_layers]
+
+    @property
+    def period(self) -> tuple[str, ...]:
+        """The stack of each layer of the pattern."""
+        return tuple(STACKS[letter] for letter in self.pattern)
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionType, ...]:
+        return (AttentionType(self.sliding_window, self.rope_theta, self.rope_scaling),)
+
+    @property
+    def kinds(self) -> tuple[AttentionType, ...]:
+        (attends,) = self.attention_kinds
+        other = AttentionType(None, None)
+        return tuple(attends if letter == "*" else other for letter in self.pattern)
+
+    def __post_init__(self):
+        if unknown := {*self.pattern} - {*STACKS}:
+            raise ValueError(
+                f"pattern={self.pattern!r} has {min(unknown)!r}, which is not one of {' '.join(STACKS)}"
+            )
+        if "*" not in self.pattern:
+            raise ValueError(f"pattern={self.pattern!r} has no layer that attends, *")
+        super().__post_init__()
+        # The shortest pattern of this order: equal models have equal Configs.
+        order = self.order
+        sizes = range(1, len(order) + 1)
+        size = next(size for size in sizes if order[size:] == order[:-size])
+        if len(self.pattern) <= len(order):
+            object.__setattr__(self, "pattern", order[:size])
+        if self.num_layers < len(self.pattern):
+            raise ValueError(
+                f"num_layers={self.num_layers} is less than the {len(self.pattern)} layers of pattern"
+            )
+        if self.mamba_heads % self.mamba_groups:
+            raise ValueError(
+                f"mamba_heads={self.mamba_heads} is not divisible by mamba_groups={self.mamba_groups}"
+            )
+        if self.conv_width < 2:
+            raise ValueError(f"conv_width={self.conv_width} must be ≥ 2")
+        has_experts = "E" in self.pattern
+        if has_experts != (self.num_experts > 0):
+            raise ValueError(
+                f"num_experts={self.num_experts} and pattern={self.pattern!r} "
+                f"with{'' if has_experts else 'out'} E exclude each other"
+            )
+        if has_experts:
+            check_experts(self)
+
+    @classmethod
+    def tiny(cls) -> "Config":
+        """326,560 parameters. 252,832 of them active. For tests: 8 divides every sharded dim."""
+        return cls(
+            384, 64, 8, num_heads=16, num_kv_heads=8, head_dim=8, mlp=32, pattern="M*CE",
+            mamba_heads=16, mamba_groups=8, mamba_head_dim=12, mamba_state_dim=8, conv_width=3,
+            num_experts=8, experts_per_token=2, shared_mlp=64, rope_theta=1e4,
+            # See qwen3_next.Config.tiny: norms of small numbers amplify rounding.
+            norm_eps=0.1,
+        )  # fmt: skip
+
+    @classmethod
+    def small(cls) -> "Config":
+        """992,432 parameters. The laptop default, with bytes as tokens."""
+        return cls(
+            384, 128, 8, num_heads=8, num_kv_heads=8, head_dim=16, mlp=352, pattern="M-C-M-*-",
+            mamba_heads=8, mamba_groups=4, mamba_head_dim=32, mamba_state_dim=32, remat="dots",
+        )  # fmt: skip
+
+    # Of published models, Granite's other multipliers are in their folders alone.
+
+    @classmethod
+    def lfm2_350m(cls) -> "Config":
+        """354,483,968 parameters. LFM2 350M."""
+        return lfm2(embed=1_024, num_heads=16, mlp=4_608)
+
+    @classmethod
+    def lfm2_1b(cls) -> "Config":
+        """1,170,340,608 parameters. LFM2 1.2B."""
+        return lfm2(embed=2_048, num_heads=32, mlp=8_192)
+
+    @classmethod
+    def granite4_h_micro(cls) -> "Config":
+        """3,191,396,096 parameters. Granite 4.0 H-Micro."""
+        return cls(
+            100_352, 2_048, 80, num_heads=32, num_kv_heads=8, head_dim=64, mlp=8_192,
+            pattern="M-" * 5 + "*-" + "M-" * 4, mamba_heads=64, attention_scale=1 / 64,
+        )  # fmt: skip
+
+    @classmethod
+    def granite4_h_tiny(cls) -> "Config":
+        """6,939,037,248 parameters. 1,465,470,528 of them active. Granite 4.0 H-Tiny."""
+        return cls(
+            100_352, 1_536, 80, num_heads=12, num_kv_heads=4, head_dim=128, mlp=512,
+            pattern="ME" * 5 + "*E" + "ME" * 4, mamba_heads=48, num_experts=64,
+            experts_per_token=6, shared_mlp=1_024, capacity=None, attention_scale=1 / 128,
+            remat="dispatched",
+        )  # fmt: skip
+
+    @classmethod
+    def granite4_h_small(cls) -> "Config":
+        """32,207,337,984 parameters. 8,803,121,664 of them active. Granite 4.0 H-Small."""
+        return cls(
+            100_352, 4_096, 80, num_heads=32, num_kv_heads=8, head_dim=128, mlp=768,
+            pattern="ME" * 5 + "*E" + "ME" * 4, mamba_heads=128, num_experts=72,
+            experts_per_token=10, shared_mlp=1_536, capacity=None, attention_scale=1 / 128,
+            remat="dispatched",
+        )  # fmt: skip
+
+    @classmethod
+    def nemotron_h_8b(cls) -> "Config":
+        """8,100,852,736 parameters. Nemotron-H 8B."""
+        pattern = "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"
+        return cls(
+            131_072, 4_096, 52, num_heads=32, num_kv_heads=8, head_dim=128, mlp=21_504,
+            pattern=pattern, mamba_heads=128, mamba_groups=8, activation="relu2",
+            least_step=1e-3, tie_embeddings=False,
+        )  # fmt: skip
+
+    @classmethod
+    def nemotron_nano_9b(cls) -> "Config":
+        """8,888,227,328 parameters. Nemotron Nano 9B v2."""
+        pattern = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+        return cls(
+            131_072, 4_480, 56, num_heads=40, num_kv_heads=8, head_dim=128, mlp=15_680,
+            pattern=pattern, mamba_heads=128, mamba_groups=8, mamba_head_dim=80,
+            activation="relu2", least_step=1e-3, tie_embeddings=False,
+        )  # fmt: skip
+
+
+def lfm2(embed: int, num_heads: int, mlp: int) -> Config:
+    """LFM2 of 16 layers, six of which attend."""
+    return Config(
+        65_536, embed, 32, num_heads=num_heads, num_kv_heads=8, head_dim=64, mlp=mlp,
+        pattern="C-C-*-" * 3 + "C-*-" * 3 + "C-", conv_width=3, qk_norm=True, rope_theta=1e6,
+    )  # fmt: skip
+
+
+SIZES = {
+    "tiny": Config.tiny,
+    "small": Config.small,
+    "lfm2_350m": Config.lfm2_350m,
+    "lfm2_1b": Config.lfm2_1b,
+    "granite4_h_micro": Config.granite4_h_micro,
+    "granite4_h_tiny": Config.granite4_h_tiny,
+    "granite4_h_small": Config.granite4_h_small,
+    "nemotron_h_8b": Config.nemotron_h_8b,
+    "nemotron_nano_9b": Config.nemotron_nano_9b,
+}
+
+AXES = with_states(EXPERT_DECODER)
+
+
+class Layer(nnx.Module):
+    """x + f(norm(x)): f is a mixer, an MLP or experts; config.norms may move or double the norm."""
+
+    def __init__(self, config: Config, stack: str, *, rngs: nnx.Rngs):
+        self.norm, self.post_norm = make_norms(config)
+        mixers = {
+            MAMBA: Mamba2,
+            CONVOLUTION: ShortConvolution,
+            ATTENTION: make_attention,
+        }
+        self.mixer: Any = mixers[stack](config, rngs=rngs) if stack in mixers else None
+        routed = functools.partial(GatedExperts, biased=False, normalize=config.normalize)
+        self.experts = routed(config, rngs=rngs) if stack == EXPERTS else None
+        width = {MLP: config.dense_mlp or config.mlp, EXPERTS: config.shared_mlp}.get(stack)
+        self.mlp = make_mlp(config, width, rngs=rngs) if width else None
+        self.mlp_gate = None
+        self.scale = config.residual_scale
+
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
+        normed_BTD = apply_norm(self.norm, x_BTD)
+        kept, metrics = None, {}
+        if self.mixer is not None:
+            out_BTD, kept = self.mixer(normed_BTD, inputs, kind, cache_index)
+        else:
+            out_BTD, metrics = feed_forward(self, normed_BTD, inputs)
+        return add_output(x_BTD, out_BTD, self.post_norm, self.scale), kept, metrics
+
+
+def make_mlp(config: Config, width: int, *, rngs: nnx.Rngs) -> GatedMLP | PlainMLP:
+    """An MLP with config.activation."""
+    if config.activation == "swiglu":
+        return GatedMLP(config, width=width, biased=config.mlp_bias, rngs=rngs)
+    return PlainMLP(config, squared_relu, width, config.mlp_bias, rngs=rngs)
+
+
+class Hybrid(Decoder):
+    """Tokens in, next-token logits out. A cache has keys of the layers that attend, and states."""
+
+    axes = AXES
+    embed_tokens = embed_scaled
+    make_layers = unlike_layers.make_layers
+    run_layers = stretches.run_layers
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        super().__init__(config, Layer, rngs=rngs)
+
+    @property
+    def costs(self) -> dict[str, float]:
+        return {"balance": self.config.balance_weight} if self.config.num_experts else {}
+
+
+complete = functools.partial(complete_tables, AXES.logical_axes)
+
+# Strategy → logical axis → mesh axis; see strategies.py. A pipeline's stage is a number of whole
+# patterns.
+RULES: dict[str, Rules] = complete(expert_rules(like_heads=(KEY_HEADS,)))
