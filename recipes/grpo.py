@@ -25,6 +25,7 @@ from recipes.common.reinforcement.objective import Objective
 from recipes.common.reinforcement.online import Online, Rollout
 from recipes.common.reinforcement.rewards import RewardFlags, Rewards
 from recipes.common.report import flops, kernel
+from recipes.common.report.report import size
 from recipes.common.runtime import Run, UserError, make_mesh, print0
 from recipes.common.runtime.flags import refuse_unused
 from recipes.common.runtime.start import start
@@ -95,6 +96,11 @@ def main(
     copy = reference if reference and not reference.shares_weights else None
     about = f"Samples with rules {sampling.strategy}.", *describe(reference, ref)
     if run.plan:
+        weights, cache = map(size, sampler.bytes_per_device(run.batch_size, rollout.longest_prompt))
+        about = (
+            *about,
+            f"While it samples, a device also has weights of {weights} and a cache of {cache}.",
+        )
         return PlannedStep(layout, training, reference and reference.in_plan, notes=about)
 
     # ---- Prompts and rewards; batch k is a function of (seed, k) and the state before it ---------
@@ -122,8 +128,12 @@ def main(
         loss, rollout.max_new_tokens, rollout.temperature, reference.layout if reference else None
     )
     trained = dataclasses.replace(layout, model=layout.model._replace(loss=objective))
-    step = make_step(trained, run, training)
-    row = flops.decoder(layout.shape, rollout.seq_len)["causal"]
+    step = make_step(
+        trained,
+        dataclasses.replace(run, steps=run.steps * rollout.updates),
+        dataclasses.replace(training, warmup_steps=training.warmup_steps * rollout.updates),
+    )
+    row = rollout.updates * flops.decoder(layout.shape, rollout.seq_len)["causal"]
     data = online.dataset()
     if reference:
         data = data._replace(facts=data.facts | {"frozen": reference.key})

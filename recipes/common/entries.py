@@ -28,6 +28,7 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "gpt2": Entry("GPT2", "data.text", "nats a token"),
     "gemma3": Entry("Gemma3", "data.text", "nats a token"),
     "gpt_oss": Entry("GptOss", "data.text", "nats a token"),
+    "gemma4": Entry("Gemma4", "data.text", "nats a token"),
     "deepseek": Entry("DeepSeek", "data.text", "nats a token"),
     "qwen3_next": Entry("Qwen3Next", "data.text", "nats a token"),
     "hybrid": Entry("Hybrid", "data.text", "nats a token"),

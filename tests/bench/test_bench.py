@@ -91,6 +91,7 @@ def test_an_encoder_without_logits_multiplies_no_table():
 
 WIDE = {"embed": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
 WIDE |= {"vocab_size": 2_048, "capacity": 1.0, "image_size": 64, "patch": 8, "dense_layers": 0}
+WIDE |= {"global_kv_heads": 4, "global_head_dim": 64, "expert_mlp": 1_024}
 WIDE |= {"nope_dim": 64, "value_dim": 64, "kv_latent": 128, "q_latent": 128}
 # Siglip has two outputs.
 ATTENTIVE = [

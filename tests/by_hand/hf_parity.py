@@ -76,6 +76,8 @@ def make(family: Family, folder: pathlib.Path) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # large enough to change choices
                 buffer.copy_(0.1 * torch.randn(buffer.shape))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.15 * torch.randn(buffer.shape))
     model.to(getattr(torch, family.dtype)).save_pretrained(folder, max_shard_size=family.shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if family.config in TWO_TOWERS:

@@ -90,7 +90,17 @@ def test_evaluation_weighs_each_example_once():
 ROWS = 8
 # Entry → the part of a batch that marks padding.
 PADDING = {"dot_relu_dot": "weight", "mlp": "label", "vit": "label"}
-TOKENS = ("transformer", "moe", "gpt2", "gemma3", "gpt_oss", "deepseek", "qwen3_next", "hybrid")
+TOKENS = (
+    "transformer",
+    "moe",
+    "gpt2",
+    "gemma3",
+    "gemma4",
+    "gpt_oss",
+    "deepseek",
+    "qwen3_next",
+    "hybrid",
+)
 TOKENS += ("bert",)
 PADDING["siglip"] = "label"
 PADDING |= dict.fromkeys(TOKENS, "targets")
@@ -98,7 +108,7 @@ PADDING |= dict.fromkeys(TOKENS, "targets")
 
 FAST = entries.ENTRIES.keys() - FAMILY_CASES
 # Without families whose losses are the functions of the Transformer and the MoE.
-OF_OTHERS = ("gpt2", "gemma3", "gpt_oss", "deepseek", "qwen3_next", "hybrid", "bert")
+OF_OTHERS = ("gpt2", "gemma3", "gemma4", "gpt_oss", "deepseek", "qwen3_next", "hybrid", "bert")
 OF_OTHERS += ("siglip",)  # whose loss is no sum over rows: tests/zoo/test_pairs.py
 LOSSES = [name for name in entries.ENTRIES if name not in OF_OTHERS]
 

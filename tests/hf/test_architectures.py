@@ -177,7 +177,7 @@ def test_published_relatives_are_their_named_sizes(keys, entry, size):
     assert config_of(keys) == wanted
 
 
-@pytest.mark.parametrize("entry", ["transformer", "moe", "qwen3_next"])
+@pytest.mark.parametrize("entry", ["transformer", "moe", "gemma4", "qwen3_next"])
 def test_every_published_size_is_compared_with_its_config_json(entry):
     ours = {"tiny", "small", "medium", "124m"}
     compared = {size for _, of, size in NAMED if of == entry}
@@ -198,6 +198,7 @@ WITHOUT_EFFECT = {
     *("initializer_cutoff_factor", "classifier_pooling", "deterministic_flash_attn"),
     *("sparse_prediction", "sparse_pred_ignore_index"),
     *("initializer_factor", "logit_scale_init_value"),
+    *("audio_config", "eoa_token_index"),
     # CLIPModel projects both towers to its own projection_dim.
     *("text_config.projection_dim", "vision_config.projection_dim"),
     *("text_config.initializer_factor", "vision_config.initializer_factor"),
@@ -222,8 +223,15 @@ MATTER = {  # architecture → changes of its golden config.json, so that more k
     "GraniteMoeHybridForCausalLM": {"position_embedding_type": "rope"},
     "DeepseekV2ForCausalLM": {"norm_topk_prob": False, "topk_method": "group_limited_greedy"},
 }
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
+MATTER["Gemma4ForCausalLM"] = GEMMA4_EXPERTS | {"moe_intermediate_size": 20}
+MATTER["Gemma4UnifiedForCausalLM"] = {"hidden_size_per_layer_input": 0}
 MATTER["Qwen3ForCausalLM"] = MATTER["Qwen2ForCausalLM"]
-NEAR = {"GlmForCausalLM": "glm4", "DeepseekV2ForCausalLM": "deepseek_v3"}  # golden models
+NEAR = {
+    "Gemma4UnifiedForCausalLM": "gemma4",
+    "GlmForCausalLM": "glm4",
+    "DeepseekV2ForCausalLM": "deepseek_v3",
+}  # golden models
 EXCEPTIONS = {
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings"},  # the stored tensors say it
     "Qwen2MoeForCausalLM": {"intermediate_size"},  # of layers without experts, beside windows
@@ -300,7 +308,9 @@ def test_an_absent_key_means_transformers_default(architecture):
         assert configs[0] == configs[1], key
 
 
-@pytest.mark.parametrize("entry", ["transformer", "moe", "qwen3_next", "hybrid", "siglip"])
+@pytest.mark.parametrize(
+    "entry", ["transformer", "moe", "gemma4", "qwen3_next", "hybrid", "siglip"]
+)
 def test_every_named_size_is_exported_exactly(entry):
     for size, make in entries.sizes(entry).items():
         if entry == "hybrid" and size in ("tiny", "small"):

@@ -217,6 +217,8 @@ def test_export_is_read_back_bit_equal_with_the_same_config(family, tmp_path):
     theirs, ours = (json.loads((f.path / "config.json").read_text()) for f in (a, b))
     if "vision_config" in theirs:
         text = {"gemma3": ("Gemma3ForCausalLM", "gemma3_text")}
+        text |= {"gemma4": ("Gemma4ForCausalLM", "gemma4_text")}
+        text |= {"gemma4_unified": ("Gemma4UnifiedForCausalLM", "gemma4_unified_text")}
         text |= {"mistral3": ("MistralForCausalLM", "mistral")}
         text |= {"qwen3_5": ("Qwen3_5ForCausalLM", "qwen3_5_text")}
         text |= {"qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")}

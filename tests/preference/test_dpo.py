@@ -228,7 +228,7 @@ def test_without_its_adapter_a_model_is_its_base(mesh):
 
 OTHERS = {
     "moe": ("data=2,expert=4", {}), "gpt2": ("4x2", {}), "gemma3": ("4x2", {}),
-    "gpt_oss": ("data=2,expert=4", {}), "deepseek": ("data=2,expert=4", {}),
+    "gemma4": ("data=2,expert=4", {}), "gpt_oss": ("data=2,expert=4", {}), "deepseek": ("data=2,expert=4", {}),
     "qwen3_next": ("4x2", {}), "hybrid": ("4x2", {}),
 }  # fmt: skip
 

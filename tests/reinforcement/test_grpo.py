@@ -11,10 +11,12 @@ import pytest
 
 from recipes import grpo
 from recipes.common import checkpoint, entries
+from recipes.common.checkpoint import probe
 from recipes.common.generation.rollouts import Sampler, sampling_layout
 from recipes.common.reinforcement import online
 from recipes.common.reinforcement.losses import PolicyLoss
 from recipes.common.reinforcement.objective import Objective
+from recipes.common.report.report import bytes_per_device
 from recipes.common.runtime import Stopped
 from recipes.common.runtime.flags import parse
 from recipes.common.runtime.mesh import make_mesh
@@ -127,6 +129,23 @@ def test_an_answer_does_not_depend_on_its_neighbours():
     assert (every.entropies_BN[every.tokens_BN >= 0] > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("entry", "strategy", "mesh"),
+    full_except(CASES[:1] + CASES[4:5] + CASES[-1:], [CASES[4]]),
+)
+def test_a_plan_s_memory_is_what_sampling_allocates(entry, strategy, mesh):
+    layout = layout_on(entry, strategy, mesh)
+    sampler = Sampler(sampling_layout(entries.model(entry), layout), (7,), 300, LONGEST)
+    weights, cache = sampler.bytes_per_device(ROWS, longest=3)
+    variables = jax.device_put(
+        random_values(layout.model.shapes), shardings(sampler.layout.variables())
+    )
+    assert weights == bytes_per_device(variables)
+    config, slots = layout.config, 8 + LONGEST  # the prompts are padded to 8
+    whole = 2 * config.num_layers * ROWS * slots * config.num_kv_heads * config.head_dim * 4
+    assert cache == whole / layout.count_shards("batch", "kv_heads")
+
+
 # ---- whole runs ----------------------------------------------------------------------------------
 
 STEPS = 4
@@ -197,8 +216,26 @@ def test_a_run_resumes_bit_equal_with_its_samples(tune, tmp_path, quick):
     assert all(line["prompt"] == lines[0]["prompt"] for line in lines[:4])
     assert [*(whole / "best").iterdir()], "the checkpoint with the highest reward"
     source = checkpoint.find(str(whole))
-    kept = checkpoint.probe.batch(source.metadata, checkpoint.tokenizer_for("", source))
+    kept = probe.batch(source.metadata, checkpoint.tokenizer_for("", source))
     assert (kept["targets"] >= 0).any(), "it can be published"
+
+
+@pytest.mark.full
+def test_later_updates_of_a_rollout_are_clipped_and_resume(tune, tmp_path, quick):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    flags = ("--mesh=1x1", "--updates=2", "--eval_every=0", "--keep_best=false", "--clip_low=0.001")
+    tune(*flags, "--learning_rate=0.02", f"--workdir={whole}")
+    assert [n for n, _ in records(whole, "step", "loss")] == [1, 2, 3, 4], "rollouts"
+    clipped = [x for (x,) in records(whole, "clipped")]
+    assert clipped[0] == 0, "the warmup begins with a learning rate of 0"
+    assert max(clipped) > 0.05
+    rates = [x for (x,) in records(whole, "learning_rate")]
+    assert rates == pytest.approx([0.005, 0.02, 0.02, 0.02]), "the mean of both updates"
+    shutil.copytree(whole, killed)
+    shutil.rmtree(killed / "checkpoints" / "4")
+    tune(*flags, "--learning_rate=0.02", f"--workdir={killed}")
+    assert_bit_equal(state_of(killed, 4), state_of(whole, 4))
+    assert records(killed, *MEASURED) == records(whole, *MEASURED)
 
 
 @pytest.mark.full
@@ -262,4 +299,5 @@ def test_a_mistake_is_one_line(flags, inside, tmp_path):
 def test_a_plan_counts_the_reference_and_writes_nothing(tune, tmp_path):
     out = tune("--mesh=4x2", "--plan", "--kl=0.1", f"--workdir={tmp_path / 'w'}")
     assert "Reference: a frozen copy of model, rules fsdp_tp, " in out
+    assert "While it samples, a device also has weights of " in out
     assert not (tmp_path / "w").exists()

@@ -1,6 +1,7 @@
 """Losses of sampled answers against their papers' definitions in float64, values and gradients."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from recipes.common.reinforcement.losses import CLIPS, TINY, PolicyLoss
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.promise("reinforcement")
 
@@ -66,9 +68,9 @@ def definition(loss: PolicyLoss, x: dict[str, np.ndarray], with_reference: bool)
         case "dapo":
             return np.concatenate(answers).mean()
         case "dr_grpo":
-            return np.mean([terms.sum() / LONGEST for terms in answers])
+            return float(np.mean([terms.sum() / LONGEST for terms in answers]))
         case _:
-            return np.mean([terms.mean() for terms in answers])
+            return float(np.mean([terms.mean() for terms in answers]))
 
 
 CASES = {
@@ -114,6 +116,33 @@ def test_a_loss_and_its_gradient_are_the_papers(name):
         ends = (definition(loss, x | {"policy": p}, with_reference) for p in (higher, lower))
         slope = (next(ends) - next(ends)) / (2 * h)
         np.testing.assert_allclose(gradient_BT[b, t], slope, rtol=2e-5, atol=1e-7)
+
+
+# What TRL's trainer computes: see tests/by_hand/trl_policy_losses.py.
+TRL = json.loads((ROOT / "tests/golden/trl_policy_losses.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_a_loss_and_its_gradient_are_those_of_trl(name):
+    case = TRL[name]
+    low, high = case["clips"]
+    settings = {"kl": case["kl"], "clip_low": low, "clip_high": high, "importance": "none"}
+    loss = PolicyLoss(case["loss"], **settings)
+    policy, old, reference, advantage = (
+        jnp.asarray(case[x], jnp.float32) for x in ("policy", "old", "reference", "advantage")
+    )
+    is_target_BT = np.array(case["mask"])
+
+    def mean(policy_BT):
+        total, count, _ = loss(
+            policy_BT, old, old, advantage, is_target_BT,
+            longest=case["longest"], reference_BT=reference if case["kl"] else None,
+        )  # fmt: skip
+        return total / count
+
+    found, gradient_BT = jax.jit(jax.value_and_grad(mean))(policy)
+    np.testing.assert_allclose(found, case["mean_loss"], rtol=3e-6)
+    np.testing.assert_allclose(gradient_BT, case["gradient"], rtol=2e-5, atol=1e-7)
 
 
 def test_a_padding_row_changes_nothing():

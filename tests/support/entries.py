@@ -47,6 +47,11 @@ FAMILY_CASES = {
         "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
         "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
     },
+    "gemma4": {
+        "4x2": ["fsdp_tp_sp"],
+        "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
+        "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
+    },
     "deepseek": {
         "4x2": ["fsdp_tp"],
         "1x8": ["fsdp_tp"],
@@ -98,13 +103,10 @@ PAIRS_OF_PARALLELISMS = {
     "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
 }
 MANY_CASES = ("dot_relu_dot", "mlp", "transformer", "moe")
-# Of the other entries, `--full` leaves these to a release: other cases of theirs have the same parallelism
-# beside a second one. So it does with what they prove with sequence parallelism on the same mesh.
-PARTS_OF_OTHERS = {
-    "8": ["dp", "fsdp"],
-    "data=2,expert=4": ["ep"],
-    "data=4,pipe=2": ["pp"],
-}
+# Of the other entries, `--full` leaves these to a release where another case has the same parallelism beside
+# a second one; so it does with what has a case with sequence parallelism on the same mesh. `cp` stays: with it
+# alone, more devices share a row.
+ALONE = ("dp", "fsdp", "tp", "ep", "pp")
 OF_TEXT = ("data.text", "data.masked")  # modules whose examples are rows of tokens
 FAST = "2x2x2"  # with its default strategy, the other entries' case in the fast tier
 BATCH = 24  # like no dim of a parameter, so that test_collectives.py can tell them apart
@@ -230,14 +232,19 @@ def parallelisms(strategy: str, mesh: str) -> set[str]:
     return {part for part in parts if sizes.get(PARALLELISMS[part], 1) > 1}
 
 
+CASES = cases()
+
+
 def is_of_full_tier(entry: str, strategy: str, mesh: str) -> bool:
     if entry in MANY_CASES:
         return strategy in PAIRS_OF_PARALLELISMS.get(mesh, [])
-    has_sequence_parallel = f"{strategy}_sp" in FAMILY_CASES[entry].get(mesh, [])
-    return not has_sequence_parallel and strategy not in PARTS_OF_OTHERS.get(mesh, [])
+    if (entry, f"{strategy}_sp", mesh) in CASES:
+        return False
+    own = parallelisms(strategy, mesh)
+    is_part = any(own < parallelisms(*case) for name, *case in CASES if name == entry)
+    return not is_part or strategy not in ALONE
 
 
-CASES = cases()
 FULL_CASES = [case for case in CASES if is_of_full_tier(*case)]
 
 

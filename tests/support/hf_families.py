@@ -173,6 +173,57 @@ FAMILIES |= {
         norms=0.0,
     ),
 }  # fmt: skip
+GEMMA4 = {"num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 12, "sliding_window": 5}
+GEMMA4 |= {
+    "rms_norm_eps": 0.01,
+    "pad_token_id": 0,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4 |= {"layer_types": [SLIDING, SLIDING, FULL] * 2, "vocab_size_per_layer_input": 64}
+GEMMA4 |= {
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e2},
+        FULL: {"rope_type": "proportional", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+    }
+}
+GEMMA4_DENSE = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
+GEMMA4_SMALL = GEMMA4 | {"hidden_size_per_layer_input": 6, "num_kv_shared_layers": 3}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
+GEMMA4_EXPERTS |= {"moe_intermediate_size": 20}
+GEMMA4_TOWERS = {
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 16,
+    },
+    "audio_config": {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16,
+        "subsampling_conv_channels": [4, 4],
+    },
+}  # fmt: skip
+FAMILIES |= {
+    "gemma4": Family(  # as E2B: embeddings of layers, shared keys, wider MLPs there
+        "Gemma4TextConfig", GEMMA4_SMALL | {"use_double_wide_mlp": True}, "bfloat16"
+    ),
+    "gemma4_moe": Family(  # as 26B-A4B: experts beside the MLP, keys as values
+        "Gemma4TextConfig",
+        GEMMA4_DENSE | GEMMA4_EXPERTS | {"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]},
+        "bfloat16", "80KB", FOR_EXPERTS,
+    ),
+    "gemma4_vision": Family(  # as E4B, with towers
+        "Gemma4Config",
+        {"text_config": GEMMA4_SMALL | {"layer_types": [SLIDING, FULL] * 3}} | GEMMA4_TOWERS,
+        "bfloat16",
+    ),
+    "gemma4_unified": Family(  # as 12B: one global kv head
+        "Gemma4UnifiedConfig",
+        {"text_config": ODD | GEMMA4_DENSE | {"num_key_value_heads": 2, "num_global_key_value_heads": 1}
+         | {"head_dim": 8, "vocab_size": 67},
+         "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 4, "model_patch_size": 4, "pooling_kernel_size": 1},
+         "audio_config": {"audio_embed_dim": 10}},
+        "bfloat16",
+    ),
+}  # fmt: skip
 IMAGES = {"hidden_size": 32, "image_size": 12, "patch_size": 4, "num_labels": 5}
 FAMILIES |= {  # image classifiers
     "vit": Family("ViTConfig", IMAGES),

@@ -155,10 +155,12 @@ MATRICES = {
     "down",
     "kernel",
 }
+MATRICES |= {"table", "projection", "out"}  # of embeddings of layers
 MATRICES |= {"decay", "write", "q_kernel", "k_kernel", "v_kernel"}  # of gated delta networks
 MATRICES |= {"w1", "w2", "router", "embed", "unembed", "positions", "patch", "head", "a", "b"}
 MATRICES |= {"x", "c", "step", "x_kernel", "b_kernel", "c_kernel"}  # of Mamba-2
 VECTORS = {"scale", "bias", "q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "gate_bias"}
+VECTORS |= {"router_scale", "factor"}
 VECTORS |= {"log_rate", "decay_bias", "mlp_gate", "step_bias", "skip"}
 VECTORS |= {"x_bias", "b_bias", "c_bias"}
 VECTORS |= {"down_bias", "router_bias", "patch_bias", "head_bias", "sinks", "class_token"}

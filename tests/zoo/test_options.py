@@ -32,6 +32,8 @@ OPTIONS = {
     "router_z_weight": 0.7, "sigmoid": None, "shared_mlp": 24, "shared_gate": True, "route_scale": 3.0,
     "groups": 2, "top_groups": 1, "dense_layers": 1, "mtp_depth": 1, "mtp_weight": 0.7,
     "swiglu_alpha": 1.0, "swiglu_limit": 1.0, "mscale": 0.7, "lora_rank": 2, "lora_alpha": 3.0,
+    "global_window": 3, "keys_as_values": None, "wide_shared_layers": True, "local_rope_theta": 77.0,
+    "rotary_fraction": 1.0, "shared_layers": 1,
     "lora_targets": ("q",), "attention_every": 3, "conv_width": 4, "token_types": 0, "modern": True,
     "pattern": "ECM*", "conv_bias": False, "least_step": 0.3, "activation": "relu2",
 }  # fmt: skip
@@ -48,6 +50,7 @@ NEEDS = {
     "lora_alpha": {"lora_rank": 2},
     "lora_targets": {"lora_rank": 2},
     "balance_rate": {"sigmoid": True},
+    "wide_shared_layers": {"shared_layers": 2},
 }
 # Of Bert: the vectors of texts and their classes, which the loss of masked tokens lacks;
 # tests/hf/test_encoders.py has their values.
@@ -56,8 +59,9 @@ VECTORS = {"task", "pooling", "normalize", "labels"}
 SIZES = {
     "vocab_size", "embed", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp", "num_experts",
     "experts_per_token", "max_positions", "nope_dim", "rope_dim", "value_dim", "kv_latent", "q_latent",
-    "shared_experts", "dense_mlp", "delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim",
-    "mamba_heads", "mamba_groups", "mamba_head_dim", "mamba_state_dim",
+    "shared_experts", "dense_mlp", "global_kv_heads", "global_head_dim", "layer_embed", "expert_mlp",
+    "delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim", "mamba_heads", "mamba_groups",
+    "mamba_head_dim", "mamba_state_dim",
 }  # fmt: skip
 
 

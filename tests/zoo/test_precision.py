@@ -57,6 +57,7 @@ OPTIONS = [
     ("moe", "", "matmul=fp8,matmul_backward=bfloat16"),
     ("moe", "", "capacity=1.5"),
     ("moe", "fsdp_ep", "capacity=none"),  # rows travel, in turns
+    ("gemma4", "", "num_layers=24,shared_layers=16,layer_embed=8"),
     ("gpt_oss", "", "matmul=int8"),
     ("deepseek", "", "mtp_depth=1"),
     ("vit", "", "matmul=int8"),

@@ -269,7 +269,7 @@ def test_an_entry_has_its_parts(name):
 
 # Weights outside of the layers.
 OUTSIDE = ("embed", "unembed", "positions", "patch", "class_token", "stem", "head", "mtp/join")
-OUTSIDE += ("token_types", "words", "text_positions", "text_head", "pooling")
+OUTSIDE += ("layer_embeddings", "token_types", "words", "text_positions", "text_head", "pooling")
 
 
 def with_all_experts(layer: LayerShape) -> LayerShape:
@@ -295,7 +295,9 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
             path: leaf
             for path, leaf in paths(abstract.shapes["params"]).items()
             if not path.startswith(OUTSIDE)
-            and not path.endswith(("bias", "scale", "sinks", "mlp_gate", "log_rate", "skip"))
+            and not path.endswith(
+                ("bias", "scale", "sinks", "mlp_gate", "log_rate", "factor", "skip")
+            )
         }
         layers = tuple(map(with_all_experts, shape.layers))
         in_layers = dataclasses.replace(shape, layers=layers, logits=0).multiplied
@@ -312,7 +314,7 @@ def test_a_shape_has_the_weights_and_the_cache_of_its_model(name):
             lengths,
         )
         cached = sum(x.count * x.attention.cached for x in shape.layers if x.attention)
-        assert cache.k.size + cache.v.size == 6 * cached
+        assert sum(x.size for x in jax.tree.leaves((cache.k, cache.v))) == 6 * cached
         states = sum(x.count * x.recurrence.cached for x in shape.layers if x.recurrence)
         assert sum(x.size for x in jax.tree.leaves(cache.states)) == states
 

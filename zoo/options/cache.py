@@ -24,7 +24,19 @@ from ..core.stack import fit_rules, layer_indices
 from ..core.vocabulary import Batch, unembed
 
 
-ATTENTION = "attention"  # the stack of layers with keys and values, where others keep a state
+# Stacks of layers with keys and values, where layers are of unlike_layers' stacks; others keep a state.
+ATTENTION = "attention"
+SLIDING = "sliding"  # with a window, where heads differ from those of ATTENTION
+WITH_KEYS = (SLIDING, ATTENTION)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["number"], meta_fields=["stack"])
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a cache has a layer's keys and values: the layer's number in one of WITH_KEYS."""
+
+    number: jax.Array
+    stack: str
 
 
 class Cache(NamedTuple):
@@ -35,26 +47,34 @@ class Cache(NamedTuple):
     Rows are left-padded: the newest token of every row is in slot `length` - 1.
     """
 
-    k: jax.Array  # [L, B, S, K, H], rotated, in config.dtype; S has the logical axis `slots`
-    v: jax.Array  # likewise
+    k: Any  # [L, B, S, K, H], rotated, in config.dtype, S having the logical axis `slots`; or a dict
+    v: Any  # of such arrays by stack, of unlike_layers' stacks; likewise
     first: jax.Array  # [B], int32: the slot of each row's first token
     length: jax.Array  # int32: the number of filled slots
     states: Any = None  # stack of other layers → their states, each [L, B, ...]
 
     def seen(self, window: int | None) -> jax.Array:
         """[B, S], bool: the slots that each row's next position attends to, besides itself."""
-        slots_S = jnp.arange(self.k.shape[2])
+        slots_S = jnp.arange(self.slots)
         least = 0 if window is None else self.length + 1 - window
         first_B1 = jnp.maximum(self.first, least)[:, None]
         return (slots_S[None] >= first_B1) & (slots_S[None] < self.length)
 
-    def of_layer(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A layer's keys and values, each [B, S, K, H].
+    def of_layer(self, index: Any) -> tuple[jax.Array, jax.Array]:
+        """A layer's keys and values, each [B, S, K, H]; index: its number, or its Place.
 
         Layers index the full stack: slicing it for a scan of some layers would copy it.
         """
+        k, v, number = self.k, self.v, index
+        if isinstance(index, Place):
+            k, v, number = k[index.stack], v[index.stack], index.number
         take = functools.partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
-        return take(self.k), take(self.v)
+        return take(k), take(v)
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return jax.tree.leaves(self.k)[0].shape[2]
 
     @property
     def next_B1(self) -> jax.Array:
@@ -64,9 +84,9 @@ class Cache(NamedTuple):
     def append(self, kv, states) -> "Cache":
         """Returns the cache with one more token per row; a donated cache is updated in place."""
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
-        new_k, new_v = kv
-        k = in_slots(put, self.k)(self.k, new_k, self.length)
-        v = in_slots(put, self.v)(self.v, new_v, self.length)
+        k, v = jax.tree.map(
+            lambda x, new: in_slots(put, x)(x, new, self.length), (self.k, self.v), kv
+        )
         return Cache(k, v, self.first, self.length + 1, states)
 
 
@@ -103,7 +123,7 @@ class CachedInputs(AttentionInputs):
 
     def of_stack(self, name: str, layers) -> Any:
         """The cache_index of each layer of unlike_layers' stacks: for some, the state itself."""
-        return layer_indices(layers) if name == ATTENTION else self.cache.states[name]
+        return Place(layer_indices(layers), name) if name in WITH_KEYS else self.cache.states[name]
 
 
 @fit_rules
@@ -125,7 +145,7 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     unchanged = (0, 0)
     padding = (unchanged, unchanged, (0, slots - T), unchanged, unchanged)
     pad = functools.partial(jnp.pad, pad_width=padding)
-    k, v = (in_slots(pad, x)(x) for x in kv)
+    k, v = jax.tree.map(lambda x: in_slots(pad, x)(x), kv)
     logits_BV = next_logits(x_BTD, table_RVD, model.config)
     return logits_BV, Cache(k, v, first_B, jnp.int32(T), states)
 
@@ -167,8 +187,9 @@ def run(model, tokens_BT, inputs) -> tuple[jax.Array, jax.Array, Any, Any, Any]:
     x_BTD, kept, metrics = model.run_layers(x_BTD, inputs)
     states = None
     if isinstance(kept, dict):  # of unlike_layers' stacks
-        states = {name: kept[name] for name in kept if name != ATTENTION}
-        kept = kept[ATTENTION]
+        states = {name: kept[name] for name in kept if name not in WITH_KEYS}
+        keys = {name: kept[name][0] for name in kept if name in WITH_KEYS}
+        kept = keys, {name: kept[name][1] for name in keys}
     if first_kv is not None:
         kept = jax.tree.map(lambda *x: jnp.concatenate(x), first_kv, kept)
     return model.final_norm(x_BTD), tables[-1], kept, states, metrics

@@ -4,7 +4,7 @@ Each method replaces one of config.Compute's, and imports the option's file only
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -46,6 +46,8 @@ class ComputeOptions(Compute):
     layer_kinds = ()  # one period of kinds, see periods.py
     carries_state = False  # whether layers carry a state along the positions
     learns_positions = False  # whether a table has positions, which count from a document's start
+
+    WINDOWS: ClassVar[tuple[str, ...]] = ("sliding_window",)  # the fields that are windows
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""

@@ -94,7 +94,7 @@ def run_layers(run_layer, stacks, remat, order: list[tuple], x, first, prevent_c
             return run_layer(x, jax.tree.map(take, stack), kind)
 
         layer = jax.checkpoint(layer, policy=remat, prevent_cse=prevent_cse)
-        if not isinstance(x, Tracer):  # called eagerly: an operation may need the mesh
+        if not isinstance(jax.tree.leaves(x)[0], Tracer):  # called eagerly: may need the mesh
             layer = jax.jit(layer)
         x, output = layer(x, stacks[name])
         outputs[name].append(output)

@@ -109,6 +109,33 @@ class Yarn(RopeScaling):
         return ("yarn", *dataclasses.astuple(self))
 
 
+@dataclasses.dataclass(frozen=True)
+class Proportional(RopeScaling):
+    """Rotates a fraction of the pairs of a head, with the wavelengths of the whole head (Gemma 4).
+
+    The head dim is the scaling's own, so layers of one model may differ in it.
+    """
+
+    head_dim: int
+    fraction: float  # of the pairs, the first ones; the others don't rotate
+
+    magnitude = 1.0
+
+    def scale(self, frequency_11H, theta: float, head_dim: int, length):
+        pairs = self.head_dim // 2
+        pair_11H = jnp.arange(pairs, dtype=jnp.float32)[None, None]
+        turning = int(self.fraction * self.head_dim // 2)
+        return jnp.where(pair_11H < turning, theta ** -(pair_11H / pairs), 0.0)
+
+    def as_tuple(self) -> tuple:
+        return ("proportional", self.head_dim, self.fraction)
+
+    def check(self, pairs: int) -> None:
+        super().check(pairs)
+        if self.fraction > 1:
+            raise ValueError(f"rope_scaling has fraction={self.fraction}, which must be ≤ 1")
+
+
 def from_tuple(stored) -> RopeScaling:
     """A rotary scaling from its `as_tuple`. Raises ValueError."""
     match stored:
@@ -118,11 +145,15 @@ def from_tuple(stored) -> RopeScaling:
             return Yarn(*fields)
         case "dynamic", factor, original:
             return Dynamic(factor, original)
+        case "proportional", head_dim, fraction:
+            return Proportional(head_dim, fraction)
         case "longrope", short, long, original, magnitude:
             return LongRope(tuple(short), tuple(long), original, magnitude)
         case factor, low, high, original if not isinstance(factor, str):
             return Llama3(factor, low, high, original)
-    raise ValueError(f"rope_scaling={stored!r} is not a Linear, Llama3, Yarn, Dynamic or LongRope")
+    raise ValueError(
+        f"rope_scaling={stored!r} is not a Linear, Llama3, Yarn, Dynamic, LongRope or Proportional"
+    )
 
 
 def places_of_rows(

@@ -2,8 +2,8 @@
 
 A model that has them takes `make_layers` and `run_layers` as methods. Its Config has a `period`, names
 of stacks such as ("delta", "attention"), and its Layer is built from (config, name, *, rngs). Layers
-of other stacks than `attention` keep a state in place of keys and values, and get the one in a cache
-as `cache_index`.
+of stacks other than cache.WITH_KEYS keep a state in place of keys and values, and get the one in a
+cache as `cache_index`.
 """
 
 import functools

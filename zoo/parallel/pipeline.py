@@ -74,9 +74,11 @@ def check_periods(model, rounds: int) -> None:
     Each chunk counts its layers from the first kind of a period, so they would run as other kinds.
     """
     # Without first layers of another kind.
-    stacks = [*model.layers.values()] if isinstance(model.layers, nnx.Dict) else [model.layers]
+    is_unlike = isinstance(model.layers, nnx.Dict)  # unlike_layers.py
+    stacks = [*model.layers.values()] if is_unlike else [model.layers]
     depth = sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
-    chunks, period = rounds * shards("layers"), len(model.config.kinds)
+    period = len(model.config.period if is_unlike else model.config.kinds)
+    chunks = rounds * shards("layers")
     if depth % (chunks * period):
         raise ValueError(
             f"{depth} layers in {chunks} chunks are no whole number of periods of {period} kinds of "

@@ -67,7 +67,8 @@ def cap_windows(config: Any, most: int) -> Any:
     if config.layer_kinds:
         capped = [kind._replace(window=min(most, kind.window or most)) for kind in config.kinds]
         return dataclasses.replace(config, layer_kinds=tuple(capped))
-    return dataclasses.replace(config, sliding_window=min(most, config.sliding_window or most))
+    windows = {name: min(most, getattr(config, name) or most) for name in config.WINDOWS}
+    return dataclasses.replace(config, **windows)
 
 
 class Generator:
@@ -193,7 +194,7 @@ class Generator:
         cache = state[-1]
         arrays = jax.tree.leaves((cache.k, cache.v, cache.states))
         self.cache_bytes = sum(x.addressable_shards[0].data.nbytes for x in arrays)
-        slots = cache.k.shape[2]
+        slots = jax.tree.leaves(cache.k)[0].shape[2]
         return self._program(self._decode, (len(keys_B), slots), self._variables, keys_B, *state)
 
     def bytes_a_token(self) -> tuple[int, int]:

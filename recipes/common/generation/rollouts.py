@@ -71,10 +71,7 @@ class Sampler:
           ids: int [rows, …], what an answer's random numbers depend on, besides the seed.
         """
         layout = self.layout
-        longest = max(map(len, prompts))
-        T = 2 ** math.ceil(math.log2(max(longest, 8)))  # few shapes, so few programs
-        T += -T % layout.seq_shards
-        B = len(prompts) + -len(prompts) % layout.batch_shards
+        B, T = self._padded(len(prompts), max(map(len, prompts)))
         tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
         for b, prompt in enumerate(prompts):
             tokens_BT[b, T - len(prompt) :] = prompt
@@ -93,6 +90,37 @@ class Sampler:
             )
         written = jax.device_get(self._compiled[B, T](variables, *arguments))
         return Answers(*(x[: len(prompts)] for x in written))
+
+    def _padded(self, rows: int, longest: int) -> tuple[int, int]:
+        """(rows, positions of a prompt) of a program: few shapes, so few programs."""
+        T = 2 ** math.ceil(math.log2(max(longest, 8)))
+        return rows + -rows % self.layout.batch_shards, T + -T % self.layout.seq_shards
+
+    def bytes_per_device(self, rows: int, longest: int) -> tuple[int, int]:
+        """Bytes of (weights, cache) on a device while it samples; allocates nothing."""
+        layout = self.layout
+        variables = layout.variables()
+        B, T = self._padded(rows, longest)
+        slots = T + self.new_tokens + -(T + self.new_tokens) % layout.seq_shards
+        arguments = [
+            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.replicated)
+            for shape in ((B, T), (B,))
+        ]
+
+        def read(variables, tokens_BT, lengths_B):
+            model = layout.model.merge(variables)
+            return zoo_cache.prefill(model, tokens_BT, lengths_B, slots)
+
+        with layout.trace():
+            _, cache = jax.eval_shape(read, variables, *arguments)
+
+        def of_device(arrays: Any) -> int:
+            return sum(
+                math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+                for x in jax.tree.leaves(arrays)
+            )
+
+        return of_device(variables), of_device((cache.k, cache.v, cache.states))
 
     def _write(self, variables, tokens_BT, lengths_B, ids_BI, is_real_B) -> Answers:
         """The program: reads the prompts, then writes a token per row until all rows have ended."""

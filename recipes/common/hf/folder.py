@@ -19,6 +19,7 @@ from recipes.common.hf import (
     deepseek,
     float8,
     gemma,
+    gemma4,
     gpt2,
     gpt_oss,
     hybrid,
@@ -42,6 +43,7 @@ UNIMPORTANT = ("architectures", "model_type", "_name_or_path", "version", "dtype
 UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
 FAMILIES = (
     *(*llama.FAMILIES, *moe.FAMILIES, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION),
+    *gemma4.FAMILIES,
     *(gpt_oss.FAMILY, deepseek.FAMILY, *qwen3_next.FAMILIES, *hybrid.FAMILIES),
     vit.FAMILY,
     *bert.FAMILIES,

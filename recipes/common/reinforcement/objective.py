@@ -37,6 +37,7 @@ class Objective:
         targets: jax.Array,
         sampler_log_probs: jax.Array,
         advantage: jax.Array,
+        old_log_probs: jax.Array | None = None,
         frozen: Tree | None = None,
     ) -> tuple[jax.Array, jax.Array, Tree]:
         """
@@ -44,13 +45,15 @@ class Objective:
           tokens, targets: prompts with answers, [B, T]; only answers' tokens are targets, others -1.
           sampler_log_probs: of the targets, [B, T].
           advantage: of each answer, [B].
+          old_log_probs: of the targets by the policy that wrote them, [B, T]; None: the current one.
           frozen: the reference's variables; None: the model's own, without its adapter.
         """
         policy_BT, layer_metrics = log_probs_and_metrics(
             model, tokens, targets, temperature=self.temperature
         )
-        # One update follows each rollout, so the policy that wrote the answers is the current one.
         old_BT = jax.lax.stop_gradient(policy_BT)
+        if old_log_probs is not None:
+            old_BT = constrain(old_log_probs, "batch", "seq")
         reference_BT = None
         if self.reference:
             variables = unadapted(variables_of(model)) if frozen is None else frozen

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from data.batches import Dataset
@@ -25,6 +26,7 @@ from recipes.common.sharding import Layout, Tree
 from recipes.common.sharding.move import move
 from recipes.common.storage import folders, jsonl
 from recipes.common.train.feed import to_devices
+from zoo.options.log_probs import log_probs_and_metrics
 
 EVALUATION = 2**32 - 1  # in place of a step's number, for the random numbers of held-out answers
 # Dtype of activations → the largest mean difference between training and sampling, in nats a token, that
@@ -60,6 +62,10 @@ class Rollout:
         at_least=2,
     )  # fmt: skip
     temperature: float = flag(1.0, "Temperature of the answers.", "data", at_least=0.01)
+    updates: int = flag(
+        1, "Updates from each rollout, of --batch_size answers each; from the second on, ratios are clipped.",
+        "optimizer", at_least=1,
+    )  # fmt: skip
     mask_cut: bool = flag(
         False, "Don't learn from answers that the limit has cut off.", "optimizer"
     )
@@ -88,7 +94,10 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class Online:
-    """What `fit` takes for batches that the model makes: a feed, a step around the step, an evaluation."""
+    """What `fit` takes for batches that the model makes: a feed, a step around the step, an evaluation.
+
+    A step of the run is a rollout and its updates, so that a run resumes between rollouts.
+    """
 
     flags: Rollout
     loss: PolicyLoss
@@ -98,8 +107,14 @@ class Online:
     rewards: Rewards
     tokenizer: Tokenizer
     folder: RunFolder
-    batch_size: int
+    batch_size: int  # answers of an update
     seed: int
+    _programs: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
+
+    @property
+    def answers(self) -> int:
+        """B: answers of a rollout."""
+        return self.batch_size * self.flags.updates
 
     def dataset(self) -> Dataset:
         """Facts about the rows, for `fit`; its examples are the prompts."""
@@ -110,12 +125,14 @@ class Online:
             "sampler_log_probs": np.zeros(T, np.float32),
             "advantage": np.zeros((), np.float32),
         }
+        if self.flags.updates > 1:
+            filler["old_log_probs"] = np.zeros(T, np.float32)
         return Dataset(
             train=self.questions.train,  # type: ignore[arg-type]
             held_out=self.questions.held_out,  # type: ignore[arg-type]
             filler=filler,
             unit="tokens",
-            units=T,
+            units=T * self.flags.updates,
             config={},
             facts=self.questions.facts | {"rewards": self.rewards.names},
             notes=self.questions.notes,
@@ -130,13 +147,23 @@ class Online:
     def around(self, step: Callable[[Tree, Tree], tuple[Tree, Tree]]) -> Callable:
         """(state, the step's number) → (state, metrics), which makes the batch first."""
         mismatch: list[Any] = []
+        updates = self.flags.updates
+
+        def number(n: int) -> jax.Array:
+            return jax.device_put(np.int32(n), self.layout.replicated)
 
         def with_rollout(state: Tree, k: int) -> tuple[Tree, Tree]:
             self._check_mismatch(k, mismatch)
-            batch, measured = self.batch(state, k)
-            state, metrics = step(state, batch)
-            mismatch[:] = [metrics["mismatch"]]
-            return state, metrics | measured
+            batches, measured = self.rollout(state, k)
+            every = []
+            for n, batch in enumerate(batches):
+                jax.block_until_ready(every)  # simulated devices: at most two programs in flight
+                # The learning rate follows the updates, the run counts rollouts.
+                state, metrics = step(state | {"step": number(k * updates + n)}, batch)
+                every.append(metrics)
+            mismatch[:] = [every[0]["mismatch"]]
+            means = {name: sum(x[name] for x in every) / updates for name in every[0]}
+            return state | {"step": number(k + 1)}, means | measured
 
         self._begin_samples()
         return with_rollout
@@ -151,13 +178,13 @@ class Online:
                 "measures where that comes from"
             )
 
-    def batch(self, state: Tree, k: int) -> tuple[Tree, dict[str, float]]:
-        """The batch of step k on the devices, and metrics of its answers."""
+    def rollout(self, state: Tree, k: int) -> tuple[list[Tree], dict[str, float]]:
+        """The batches of step k's updates on the devices, and metrics of its answers."""
         G = self.flags.group_size
         start = time.perf_counter()
-        asked = [q for q in self._prompts_of(k, self.batch_size // G) for _ in range(G)]
+        asked = [q for q in self._prompts_of(k, self.answers // G) for _ in range(G)]
         ids_B3 = np.array(
-            [(k, n, g) for n, _ in self._prompts_of(k, self.batch_size // G) for g in range(G)]
+            [(k, n, g) for n, _ in self._prompts_of(k, self.answers // G) for g in range(G)]
         )
         questions = [question for _, question in asked]
         variables = move(state, self.layout, self.sampler.layout)
@@ -178,10 +205,14 @@ class Online:
         if self.loss.loss == "dapo":
             rows["targets"][np.repeat(is_even_P, G)] = -1
         self._show_samples(k, questions[:G], texts, rewards_BF[:G], is_cut_B)
-        own = self.layout.process_rows
-        batch = to_devices({name: x[own] for name, x in rows.items()}, self.layout)
+        batches = [
+            self._on_devices({name: x[first : first + self.batch_size] for name, x in rows.items()})
+            for first in range(0, self.answers, self.batch_size)
+        ]
+        if len(batches) > 1:
+            batches = [batch | {"old_log_probs": self._old(state, batch)} for batch in batches]
         by_name = dict(zip(self.rewards.names, rewards_BF.mean(axis=0), strict=True))
-        return batch, {
+        return batches, {
             "reward": reward_B.mean(),
             "reward_deviation": rewards_PG.std(axis=1).mean(),
             "no_variance": is_even_P.mean(),
@@ -193,6 +224,26 @@ class Online:
             "sample_seconds": sampled - start,
             "reward_seconds": rewarded - sampled,
         }
+
+    def _on_devices(self, rows: dict[str, np.ndarray]) -> Tree:
+        own = self.layout.process_rows
+        return to_devices({name: x[own] for name, x in rows.items()}, self.layout)
+
+    def _old(self, state: Tree, batch: Tree) -> jax.Array:
+        """Log-probabilities of a batch's answers by training's forward pass, before any update, [B, T]."""
+        variables = {kind: state[kind] for kind in self.layout.model.shapes}
+        rows = batch["tokens"], batch["targets"]
+
+        def log_probs(variables, tokens, targets):
+            model = self.layout.model.merge(variables)
+            temperature = self.flags.temperature
+            return log_probs_and_metrics(model, tokens, targets, temperature=temperature)[0]
+
+        if "old" not in self._programs:
+            self._programs["old"] = self.layout.compile(
+                log_probs, variables, *rows, out_shardings=batch["sampler_log_probs"].sharding
+            )
+        return self._programs["old"](variables, *rows)
 
     def _prompts_of(self, k: int, count: int) -> list[tuple[int, Question]]:
         """The prompts of step k with their numbers: each epoch has all of them in an order of its own."""

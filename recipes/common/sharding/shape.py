@@ -214,8 +214,9 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
     vocab_size = sizes.get(VOCAB, 0)
     learned = sizes.get(POSITIONS)
     windows = [kind.window for kind in _stated(config, "kinds") or ()] or [None]
-    stacks = _stacks(weights, _stated(config, "period") or ())
-    names = [*_order(stacks, _stated(config, "period") or ())]
+    unlike = _stated(config, "period") or ()  # the stacks of a period
+    stacks = _stacks(weights, unlike)
+    names = [*_order(stacks, unlike)]
     embed = _embed(weights, model.names)
     causal = vocab_size > 0 and _stated(config, "causal") is not False
     kind_by_layer = [(name, windows[n % len(windows)]) for n, name in enumerate(names)]
@@ -240,7 +241,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         vocab_size=vocab_size,
         logits=0 if _stated(config, "task") in ("classify", "embed") else vocab_size,
         max_positions=learned if vocab_size else None,
-        period=len(windows),
+        period=len(unlike or windows),
         pipe_rounds=rounds(config) if _stated(config, "pipeline") else 1,
         mtp_layers=int(any(path.startswith(HEAD_PATH) for path in weights)),
         positions=1 if vocab_size else learned or model.positions,
@@ -421,7 +422,8 @@ def _attention(
     value_dim = next(dims[-2] for axes, dims in matrices if axes[0] == HEADS)
     of_keys = KV_HEADS if KV_HEADS in size else HEADS
     key_dim = next(dims[-1] for axes, dims in matrices if of_keys in axes and axes[0] != HEADS)
-    cached = kv_heads * (key_dim + value_dim)
+    has_keys = len(matrices) > 2  # else queries and outputs alone, which read another layer's
+    cached = kv_heads * (key_dim + value_dim) if has_keys else 0
     # Some matrices make latents, and others read them. What none reads is a key of all heads.
     latent = {rest: used for rest, used in names.in_use.items() if used != names.stream}
     latents = sum(dims[-1] for axes, dims in matrices if axes[-1] in latent.values())

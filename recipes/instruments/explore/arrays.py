@@ -59,7 +59,8 @@ def cache(abstract: AbstractModel) -> list[Array]:
     tokens, lengths = (jax.ShapeDtypeStruct(dims, np.int32) for dims in ((ROWS, LENGTH), (ROWS,)))
     with _axes_as_mesh(names, AxisType.Explicit, {slots: 2}, rules):
         kept = jax.eval_shape(prefill, abstract.shapes, tokens, lengths)
-    return [_named(x.sharding.spec, x.shape, {"batch": 0, slots: -1}) for x in (kept.k, kept.v)]
+    arrays = jax.tree.leaves((kept.k, kept.v))  # of each stack, if layers are unlike
+    return [_named(x.sharding.spec, x.shape, {"batch": 0, slots: -1}) for x in arrays]
 
 
 def _named(spec: Any, shape: tuple[int, ...], stand_ins: dict[str, int]) -> Array:

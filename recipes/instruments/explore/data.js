@@ -75,6 +75,9 @@ function arraysOf(chosen) {
   return [
     ...weights.map(([path, shape, axes]) => ({ id: path, group: "weight", label: path, axes, shape })),
     ...named("activation", activations, (axes) => axes.join(" × ")),
-    ...named("cache", cache, (_, i) => ["keys", "values"][i]),
+    ...named("cache", cache, (_, i) => {
+      const stacks = cache.length / 2;  // more than one where layers are unlike
+      return (i < stacks ? "keys" : "values") + (stacks > 1 ? ` ${(i % stacks) + 1}` : "");
+    }),
   ];
 }
