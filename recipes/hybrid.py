@@ -2,8 +2,8 @@
 
     python -m recipes.hybrid --mesh=data=2,seq=4             # a laptop: 8 simulated devices
     python -m recipes.hybrid --mesh=4x2                      # resumes on another mesh
-    python -m recipes.hybrid --pattern=M-M-*- --num_layers=12 --workdir=runs/mamba
-    python -m recipes.hybrid --pattern=ME*E --num_experts=8 --experts_per_token=2 --mlp=88 --workdir=runs/experts
+    python -m recipes.hybrid --pattern=M-M-*- --set=num_layers=12 --workdir=runs/mamba
+    python -m recipes.hybrid --pattern=ME*E --num_experts=8 --experts_per_token=2 --set=mlp=88 --workdir=runs/experts
 
 Running the same command again resumes. --dataset takes your own text; --size a larger model.
 """

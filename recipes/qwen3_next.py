@@ -2,7 +2,7 @@
 
     python -m recipes.qwen3_next --mesh=4x2                  # a laptop: 8 simulated devices
     python -m recipes.qwen3_next --mesh=data=2,seq=4         # resumes, with long rows split
-    python -m recipes.qwen3_next --num_experts=8 --experts_per_token=2 --mlp=88 --workdir=runs/experts
+    python -m recipes.qwen3_next --num_experts=8 --experts_per_token=2 --set=mlp=88 --workdir=runs/experts
     python -m recipes.qwen3_next --mtp_depth=1 --workdir=runs/mtp  # the token after the next too
 
 Running the same command again resumes. --dataset takes your own text; --size a larger model.
