@@ -145,16 +145,16 @@ class ConfigFile:
         self.refuse({"problem_type": ("single_label_classification",)})
         by_number = self.keys.get("id2label") or {}
         count = len(by_number) or self.number("num_labels", 2)
-        if count == 1 and self.keys.get("problem_type") is None:
-            raise UserError(  # as transformers reads it
-                f"{self.path} has one label and no problem_type, which is a regression (a reranker, for "
-                f"example), and zoo/{self.entry}.py classifies; use a model with two or more labels"
-            )
         numbers = {str(i) for i in range(count)}
         if not isinstance(by_number, dict) or (by_number and {*by_number} != numbers):
             raise UserError(
                 f"{self.path} has an id2label without a name for each class from 0; use this model's "
                 "config.json"
+            )
+        if count == 1 and self.keys.get("problem_type") is None:
+            raise UserError(  # as transformers reads it
+                f"{self.path} has one label and no problem_type, which is a regression (a reranker, for "
+                f"example), and zoo/{self.entry}.py classifies; use a model with two or more labels"
             )
         names = [str(by_number.get(str(i), f"LABEL_{i}")) for i in range(count)]
         return tuple(
