@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from recipes.common.reinforcement import parses, reward_worker
-from recipes.common.runtime import Stopped, UserError, flag, warn
+from recipes.common.runtime import Stopped, UserError, flag, processes, warn
 from recipes.common.runtime.flags import split
 
 STOP, ZERO = "stop", "zero"
@@ -147,7 +147,8 @@ class Rewards:
         ]
         self.failed = 0  # rewards that were 0 because of an error
         self._workers: list[list[Worker]] = []  # of each function
-        count = max(1, min(os.cpu_count() or 1, 8))
+        # Others than process 0 only find mistakes, all at once.
+        count = min(os.cpu_count() or 1, 8) if processes.is_first() else 1
         try:
             for i, (path, name) in enumerate(files):
                 named = flags.reward[i] if flags.reward else name
