@@ -91,6 +91,7 @@ CASES = [
     ("gemma3", "4x2", "fsdp_tp", INT8 | {"num_layers": 2}),
     ("qwen3_next", SEQ_MODEL, "fsdp_cp_tp", INT8 | {"num_layers": 2}),
     ("vit", "4x2", "fsdp_tp", INT8 | ONE),
+    ("gemma4", "4x2", "fsdp_tp", INT8 | {"num_layers": 4, "shared_layers": 2, "layer_embed": 8}),
 ]
 FAST = [CASES[0]]
 

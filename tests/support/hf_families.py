@@ -566,6 +566,7 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],  # experts have no adapters here
     "gpt2": ["c_attn", "c_proj", "c_fc"],  # q, k and v share an A
     "gemma3": ["q_proj", "k_proj", "o_proj", "gate_proj"],
+    "gemma4": ["q_proj", "k_proj", "v_proj", "gate_proj"],  # shared layers have no keys
     "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "vit": ["q_proj", "v_proj", "o_proj", "fc2"],  # and a new head
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj"],  # q, k and v share an A; gate and up
