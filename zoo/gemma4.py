@@ -353,6 +353,7 @@ class Attention(nnx.Module):
 
     def keys_and_values(self, x_BTD, inputs, kind) -> tuple[jax.Array, jax.Array]:
         """The layer's own keys, rotated, and values; x_BTD: from `sublayer_input`."""
+        assert self.k is not None, "a layer that shares keys has none of its own"
         k_BTKH = multiply(x_BTD, self.k)
         v_BTKH = rms_normed(k_BTKH if self.v is None else multiply(x_BTD, self.v), self.eps)
         return inputs.rotate(self.k_norm(k_BTKH), kind), v_BTKH

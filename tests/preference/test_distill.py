@@ -369,7 +369,8 @@ def test_a_plan_counts_both_models(run, tmp_path):
     out = run("--plan", f"--workdir={tmp_path / 'w'}")
     (copy,) = re.findall(r"Teacher: a frozen copy of model, rules fsdp, ([\d.]+ kB)", out)
     assert f", frozen model {copy}; this fits in" in out
-    assert "frozen model" not in run("--plan", "--alpha=0", f"--workdir={tmp_path / 'w'}")
+    alone = ("--plan", "--alpha=0", "--teacher_rules=", f"--workdir={tmp_path / 'w'}")
+    assert "frozen model" not in run(*alone)
     assert not (tmp_path / "w").exists()
 
 

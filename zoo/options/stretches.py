@@ -9,6 +9,7 @@ A model that has such layers takes `run_layers` as its method, and unlike_layers
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,11 +103,11 @@ def run_program(program: Program, order: tuple, run, x, first: dict, in_loop: bo
                 name: number + jnp.arange(turns) * counts.get(name, 0)
                 for name, number in first.items()
             }
-            x, output = jax.lax.scan(
-                lambda x, first, body=body: run_program(body, order, run, x, first, in_loop=True),
-                x,
-                firsts,
-            )
+
+            def run_body(x, first: Any, body=body):
+                return run_program(body, order, run, x, first, in_loop=True)
+
+            x, output = jax.lax.scan(run_body, x, firsts)
             output = {
                 name: jax.tree.map(merge_first_dims, of_stack) for name, of_stack in output.items()
             }
