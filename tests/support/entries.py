@@ -103,7 +103,7 @@ PAIRS_OF_PARALLELISMS = {
     "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
 }
 MANY_CASES = ("dot_relu_dot", "mlp", "transformer", "moe")
-# Of the other entries, `--full` leaves these to a release where another case has the same parallelism beside
+# Of FAMILY_CASES, `--full` leaves these to a release where another case has the same parallelism beside
 # a second one; so it does with what has a case with sequence parallelism on the same mesh. `cp` stays: with it
 # alone, more devices share a row.
 ALONE = ("dp", "fsdp", "tp", "ep", "pp")
@@ -238,6 +238,8 @@ CASES = cases()
 def is_of_full_tier(entry: str, strategy: str, mesh: str) -> bool:
     if entry in MANY_CASES:
         return strategy in PAIRS_OF_PARALLELISMS.get(mesh, [])
+    if entry not in FAMILY_CASES:
+        return True
     if (entry, f"{strategy}_sp", mesh) in CASES:
         return False
     own = parallelisms(strategy, mesh)
