@@ -23,8 +23,8 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,7 @@ ANSWERS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 PROMPTS = ("prompt", "instruction", "question", "input", "query", "conversations")
 LABELLED_ANSWERS = ("completion", "response", "answer")
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}  # as text
+T = TypeVar("T")
 HELD_OUT = 20  # one prompt of so many is held out, if the dataset has no split for it
 TURN = "\n\nAssistant:"  # begins an answer in dialogues that are one text
 # Of pairs made from a text: bytes of the prompt and of the answer, and pairs of a file at most, for
@@ -93,7 +94,7 @@ def load(
         held_out = own + (of_split or [])
         notes += [note for note in more_notes if note not in notes]
     elif held_out is None:
-        train, held_out = _split(train, dataset)
+        train, held_out = split_by_prompt(train, lambda pair: pair.prompt.encode(), dataset)
     if labelled:
         _check_labels(train, dataset)
     parts = {"Training data": Pairs(train, seq_len), "Held out": Pairs(held_out, seq_len)}
@@ -339,20 +340,22 @@ def _labelled(row: Any, where: str, chat: bool, cut: bool = True) -> list[Labell
     return [Labelled(prompt, answer, bool(label), context, where)]
 
 
-def _split(pairs: list[Made], dataset: str) -> tuple[list[Made], list[Made]]:
-    """(training pairs, held-out pairs): those of a twentieth of the prompts, at least of one."""
+def split_by_prompt(
+    rows: Sequence[T], prompt: Callable[[T], bytes], dataset: str
+) -> tuple[list[T], list[T]]:
+    """(training rows, held-out rows): those of a twentieth of the prompts, at least of one."""
 
-    def digest(pair: Made) -> bytes:
-        return hashlib.sha256(pair.prompt.encode()).digest()
+    def digest(row: T) -> bytes:
+        return hashlib.sha256(prompt(row)).digest()
 
-    prompts = sorted({*map(digest, pairs)})
+    prompts = sorted({*map(digest, rows)})
     if len(prompts) < 2:
         raise DataError(
             f"--dataset={dataset} has {len(prompts) or 'no'} prompt{'s' * (not prompts)}, and one is held "
             "out to evaluate on; add rows, or use --eval_dataset=FILE, which may be the same file"
         )
     last = prompts[max(1, len(prompts) // HELD_OUT) - 1]
-    return [p for p in pairs if digest(p) > last], [p for p in pairs if digest(p) <= last]
+    return [x for x in rows if digest(x) > last], [x for x in rows if digest(x) <= last]
 
 
 def _made(row: Any, where: str, tokenizer: Tokenizer, chat: bool, cut: bool) -> Made:

@@ -10,16 +10,14 @@ model's chat template. The default prompts are the first lines of functions in t
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import DataError, conversations, sources, whole_texts
+from data import DataError, conversations, pairs, sources, whole_texts
 from data.tokenizer import BYTES, Tokenizer
 from data.whole_texts import Row
 
-HELD_OUT = 20  # one prompt of so many is held out, if the dataset has no split for it
 # The first line of a function and the indentation of its second one; of a file, so many at most.
 HEADER = re.compile(r"^def \w+\([^\n]*\):\n    (?=\S)", re.MULTILINE)
 HEADER_BYTES, OF_A_FILE = 48, 4
@@ -60,7 +58,7 @@ def load(
     chat = as_chat and dataset != "stdlib"
     train = [_question(row, where, tokenizer, chat) for where, row in rows]
     if held_out_rows is None:
-        train, held_out = _split(train, dataset)
+        train, held_out = pairs.split_by_prompt(train, lambda x: x.tokens.tobytes(), dataset)
     else:
         held_out = [_question(row, where, tokenizer, chat) for where, row in held_out_rows]
     notes, parts = [], {"Training data": train, "Held out": held_out}
@@ -109,25 +107,6 @@ def _question(row: Any, where: str, tokenizer: Tokenizer, chat: bool) -> Questio
     except DataError as error:
         raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from None
     return Question(tokens, row[name], row, where)
-
-
-def _split(questions: Sequence[Question], dataset: str) -> tuple[list[Question], list[Question]]:
-    """(to train on, held out): a twentieth of the prompts, at least one."""
-
-    def digest(question: Question) -> bytes:
-        return hashlib.sha256(question.tokens.tobytes()).digest()
-
-    digests = sorted({*map(digest, questions)})
-    if len(digests) < 2:
-        raise DataError(
-            f"--dataset={dataset} has {len(digests)} prompt{'s' * (len(digests) != 1)}, and one is held out "
-            "to evaluate on; add rows, or use --eval_dataset=FILE, which may be the same file"
-        )
-    last = digests[max(1, len(digests) // HELD_OUT) - 1]
-    return (
-        [q for q in questions if digest(q) > last],
-        [q for q in questions if digest(q) <= last],
-    )
 
 
 def _headers() -> list[Row]:

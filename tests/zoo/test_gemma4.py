@@ -14,11 +14,11 @@ from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
+from tests.support.decoding import check_decoding
 from tests.support.models import built, loss_and_gradients, random_variables, worst
 from tests.support.quick import QUICK
 from zoo.core.attention import make_inputs
 from zoo.gemma4 import Config, Gemma4
-from zoo.options import cache as zoo_cache
 from zoo.options.cache import ATTENTION, SLIDING
 from zoo.options.rope_scaling import Proportional, from_tuple
 from zoo.options.shared_keys import READS
@@ -199,33 +199,4 @@ CASES += [("small", "data=2,seq=4")]
 def test_decoding_is_the_forward_pass(kind, mesh):
     """Left-padded prompts of unequal length; the longest goes beyond the window."""
     config = {"small": SMALL, "experts": EXPERTS}[kind]
-    lengths_B = np.array([1, 2, 5, 8, 8, 3, 7, 4])
-    longest, steps, slots = 8, 3, 12
-    prompts = [np.roll(TOKENS_BT[b, :longest], longest - n) for b, n in enumerate(lengths_B)]
-
-    def forward(variables, tokens_BT):
-        return alone.model.merge(variables)(tokens_BT)
-
-    def generate(variables, prompts_BT, lengths_B, tokens_BT):
-        model = layout.model.merge(variables)
-        logits_BV, cache = zoo_cache.prefill(model, prompts_BT, lengths_B, slots)
-        logits = [logits_BV]
-        for step in range(steps):
-            newest_B = jnp.take_along_axis(tokens_BT, lengths_B[:, None] + step, axis=1)[:, 0]
-            logits_BV, cache = zoo_cache.decode(model, newest_B, cache)
-            logits.append(logits_BV)
-        return jnp.stack(logits)
-
-    alone, layout = (
-        make_layout(Gemma4, config, make_mesh(name), batch_size=B) for name in ("1x1", mesh)
-    )
-    arguments = random_variables(alone), jax.device_put(TOKENS_BT, alone.replicated)
-    wanted_BTV = jax.device_get(
-        alone.compile(forward, *arguments, compiler_options=QUICK)(*arguments)
-    )
-    arrays = jax.device_put((np.stack(prompts), lengths_B, TOKENS_BT), layout.replicated)
-    arguments = random_variables(layout), *arrays
-    logits = layout.compile(generate, *arguments, compiler_options=QUICK)(*arguments)
-    for step, logits_BV in enumerate(jax.device_get(logits)):
-        last_B = lengths_B - 1 + step
-        np.testing.assert_allclose(logits_BV, wanted_BTV[np.arange(B), last_B], atol=2e-5)
+    check_decoding(Gemma4, config, mesh, TOKENS_BT, random_variables)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.common.runtime.mesh import make_mesh
-from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.shape import trace_shape
 from tests.conftest import full_except
+from tests.support.decoding import check_decoding
 from tests.support.models import built, random_variables
 from tests.support.quick import QUICK
 from zoo.core.attention import make_inputs
@@ -169,33 +168,4 @@ def test_a_cache_of_states_does_not_grow_with_the_row():
 def test_decoding_is_the_forward_pass(mesh):
     """Left-padded prompts of unequal length; the shortest is shorter than the convolution."""
     config = dataclasses.replace(Config.tiny(), capacity=None)
-    lengths_B = np.array([1, 2, 5, 8, 8, 3, 7, 4])
-    longest, steps, slots = 8, 3, 12
-    prompts = [np.roll(TOKENS_BT[b, :longest], longest - n) for b, n in enumerate(lengths_B)]
-
-    def forward(variables, tokens_BT):
-        return alone.model.merge(variables)(tokens_BT)
-
-    def generate(variables, prompts_BT, lengths_B, tokens_BT):
-        model = layout.model.merge(variables)
-        logits_BV, cache = zoo_cache.prefill(model, prompts_BT, lengths_B, slots)
-        logits = [logits_BV]
-        for step in range(steps):
-            newest_B = jnp.take_along_axis(tokens_BT, lengths_B[:, None] + step, axis=1)[:, 0]
-            logits_BV, cache = zoo_cache.decode(model, newest_B, cache)
-            logits.append(logits_BV)
-        return jnp.stack(logits)
-
-    alone, layout = (
-        make_layout(Hybrid, config, make_mesh(name), batch_size=B) for name in ("1x1", mesh)
-    )
-    arguments = random_variables(alone), jax.device_put(TOKENS_BT, alone.replicated)
-    wanted_BTV = jax.device_get(
-        alone.compile(forward, *arguments, compiler_options=QUICK)(*arguments)
-    )
-    arrays = jax.device_put((np.stack(prompts), lengths_B, TOKENS_BT), layout.replicated)
-    arguments = random_variables(layout), *arrays
-    logits = layout.compile(generate, *arguments, compiler_options=QUICK)(*arguments)
-    for step, logits_BV in enumerate(jax.device_get(logits)):
-        last_B = lengths_B - 1 + step
-        np.testing.assert_allclose(logits_BV, wanted_BTV[np.arange(B), last_B], atol=2e-5)
+    check_decoding(Hybrid, config, mesh, TOKENS_BT, random_variables)

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .cache import CachedInputs
 from .periods import merge_first_dims, run_layers as run_one_by_one
+from .unlike_layers import stacks_of
 from ..core.stack import remat_input
 
 # A loop's number of turns and its body, or one layer's number in the order.
@@ -63,11 +63,7 @@ def bodies(program: Program) -> int:
 def run_layers(self, x_BTD, inputs):
     """`Decoder.run_layers`; a cache keeps a dict, stack → what its layers keep."""
     config = self.config
-    is_cached = isinstance(inputs, CachedInputs)
-    stacks = {
-        name: (layers, inputs.of_stack(name, layers) if is_cached else None)
-        for name, layers in self.layers.items()
-    }
+    stacks = stacks_of(self, inputs)
     depth = sum(jax.tree.leaves(stack)[0].shape[0] for stack in stacks.values())
     pairs = tuple(zip(config.period, config.kinds, strict=True))
     order = tuple(pairs[l % len(pairs)] for l in range(depth))

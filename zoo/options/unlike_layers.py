@@ -30,14 +30,19 @@ def make_layers(self, layer, rngs: nnx.Rngs) -> None:
     )
 
 
-def run_layers(self, x_BTD, inputs):
-    """`Decoder.run_layers`; a cache keeps a dict, stack → what its layers keep."""
-    config = self.config
+def stacks_of(self, inputs) -> dict[str, tuple]:
+    """Name of a stack → (its layers, their places in a cache or None)."""
     is_cached = isinstance(inputs, CachedInputs)
-    stacks = {
+    return {
         name: (layers, inputs.of_stack(name, layers) if is_cached else None)
         for name, layers in self.layers.items()
     }
+
+
+def run_layers(self, x_BTD, inputs):
+    """`Decoder.run_layers`; a cache keeps a dict, stack → what its layers keep."""
+    config = self.config
+    stacks = stacks_of(self, inputs)
     run_layer = functools.partial(self.run_layer, inputs)
     x_BTD, outputs = scan_periods(
         run_layer, x_BTD, stacks, config.kinds, config.remat_policy, config.period

@@ -182,11 +182,9 @@ class Online:
         """The batches of step k's updates on the devices, and metrics of its answers."""
         G = self.flags.group_size
         start = time.perf_counter()
-        asked = [q for q in self._prompts_of(k, self.answers // G) for _ in range(G)]
-        ids_B3 = np.array(
-            [(k, n, g) for n, _ in self._prompts_of(k, self.answers // G) for g in range(G)]
-        )
-        questions = [question for _, question in asked]
+        asked = self._prompts_of(k, self.answers // G)
+        ids_B3 = np.array([(k, number, g) for number, _ in asked for g in range(G)])
+        questions = [question for _, question in asked for _ in range(G)]
         variables = move(state, self.layout, self.sampler.layout)
         answers = self.sampler(variables, [q.tokens for q in questions], ids_B3)
         del variables
