@@ -80,9 +80,13 @@ def test_a_program_grows_with_stretches_and_not_with_depth():
     assert operations("M-M*-*M-C*M-") > 1.4 * few
 
 
-def test_layers_run_in_order():
+# Loops within a loop whose turns have two layers of a stack, and a layer of it outside.
+NESTED = "MM-*" * 3 + "M"
+
+
+@pytest.mark.parametrize("pattern", ["M-M-*CM-M-*", NESTED])
+def test_layers_run_in_order(pattern):
     """Nested loops, layers outside of them, and a layer of each stack that is the only one."""
-    pattern = "M-M-*CM-M-*"
     config = dataclasses.replace(DENSE, pattern=pattern, num_layers=len(pattern))
     kind_of = dict(zip(config.pattern, config.kinds, strict=True))
     model = build(config)
@@ -169,3 +173,8 @@ def test_decoding_is_the_forward_pass(mesh):
     """Left-padded prompts of unequal length; the shortest is shorter than the convolution."""
     config = dataclasses.replace(Config.tiny(), capacity=None)
     check_decoding(Hybrid, config, mesh, TOKENS_BT, random_variables)
+
+
+def test_a_cache_keeps_layers_of_nested_loops_in_order():
+    config = dataclasses.replace(DENSE, pattern=NESTED, num_layers=len(NESTED))
+    check_decoding(Hybrid, config, "1x1", TOKENS_BT, random_variables)
