@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from data import DataError, image_text, images
+from data import DataError, image_text, images, whole_texts
 from data.batches import Dataset, Example, Rows
 from data.tokenizer import BYTES, START, Tokenizer
 
@@ -235,4 +235,6 @@ def _notes(splits: image_text.Pairs, texts: Texts) -> tuple[str, ...]:
     sample = [caption for pair in train[: images.SAMPLE] for caption in pair.captions]
     if cut := texts.cut(sample):
         lines.append(cut)
+    if unused := {name for pair in train + held_out for name in pair.unused}:
+        lines.append(whole_texts.unused_note(sorted(unused)))
     return tuple(lines)

@@ -45,6 +45,7 @@ class Pair(NamedTuple):
     name: str  # the picture's in the dataset: decides whether it is held out, and is in messages
     place: Place
     captions: tuple[str, ...]
+    unused: tuple[str, ...] = ()  # columns of its row that nothing reads
 
 
 Pairs = tuple[list[Pair], list[Pair]]  # to train on, held out
@@ -178,13 +179,14 @@ def _joined(
             raise DataError(f"{where} has no caption; add {stem}.txt or {stem}.json, or remove it")
         if "picture" not in sample:
             raise DataError(f"{where} has no picture ({', '.join(SUFFIXES)}); add it, or remove it")
-        yield Pair(
-            prefix + name, place, _caption_of(text, f"--dataset={dataset}: {prefix}", caption)
-        )
+        captions, unused = _caption_of(text, f"--dataset={dataset}: {prefix}", caption)
+        yield Pair(prefix + name, place, captions, unused)
 
 
-def _caption_of(text: tuple[str, Place], where: str, caption: str) -> tuple[str, ...]:
-    """The captions in a .txt or .json file."""
+def _caption_of(
+    text: tuple[str, Place], where: str, caption: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The captions in a .txt or .json file, and the columns of the latter that nothing reads."""
     name, place = text
     try:
         content = place.read().decode("utf-8-sig")
@@ -192,14 +194,14 @@ def _caption_of(text: tuple[str, Place], where: str, caption: str) -> tuple[str,
         raise DataError(f"{where}{name} is not UTF-8; convert the file") from None
     (content,) = hub.without_nul([content], f"{where}{name}")
     if name.lower().endswith(".txt"):
-        return _texts(content, where + name, "it")
+        return _texts(content, where + name, "it"), ()
     try:
         row = json.loads(content)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}{name} is not JSON ({error.msg}); fix it") from None
     row = row if isinstance(row, dict) else {}
     column = caption or next((x for x in CAPTION if x in row), CAPTION[0])
-    return _texts(row.get(column), where + name, repr(column))
+    return _texts(row.get(column), where + name, repr(column)), _others(row, column)
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -228,10 +230,11 @@ def _in_table(
         for number, (where, row) in enumerate(sources.rows_of_file(dataset, file), start=1):
             captions = _texts(row.get(caption), where, repr(caption))
             picture = row.get(FILE) or row.get(image)
+            unused = _others(row, FILE, image, caption)
             if isinstance(picture, dict):  # as `datasets` writes them
                 picture = picture.get("bytes") or picture.get("path")
             if isinstance(picture, bytes):
-                yield Pair(f"{name} row {number}", keep(picture), captions)
+                yield Pair(f"{name} row {number}", keep(picture), captions, unused)
                 continue
             if not isinstance(picture, str):
                 columns = ", ".join(map(repr, row))
@@ -242,7 +245,12 @@ def _in_table(
             path = file.parent / picture
             if not path.is_file():
                 raise DataError(f"{where} names {path}, which does not exist; add it")
-            yield Pair(f"{name} row {number}", Place(path, 0, path.stat().st_size), captions)
+            place = Place(path, 0, path.stat().st_size)
+            yield Pair(f"{name} row {number}", place, captions, unused)
+
+
+def _others(row: dict[str, Any], *used: str) -> tuple[str, ...]:
+    return tuple(sorted({*row} - {*used}))
 
 
 def _from_hub(dataset: str, image: str, caption: str) -> Pairs:
@@ -264,7 +272,8 @@ def _from_hub(dataset: str, image: str, caption: str) -> Pairs:
                     )
                 content = row[image]["bytes"] or pathlib.Path(row[image]["path"]).read_bytes()
                 captions = _texts(row[caption], where, repr(caption))
-                pairs.append(Pair(f"{name} row {number}", keep(content), captions))
+                unused = _others(row, image, caption)
+                pairs.append(Pair(f"{name} row {number}", keep(content), captions, unused))
         parts.append(pairs)
     return (parts[0], parts[1]) if len(parts) == 2 else _split(parts[0], dataset)
 

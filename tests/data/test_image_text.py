@@ -48,7 +48,8 @@ def table(root, write):
     (root / "images").mkdir(parents=True)
     for name, picture in PICTURES.items():
         (root / "images" / f"{name}.png").write_bytes(picture)
-    write([{"file_name": f"images/{name}.png", "text": TEXTS[name]} for name in PICTURES])
+    columns = {"id": 1}  # that nothing reads
+    write([columns | {"file_name": f"images/{x}.png", "text": TEXTS[x]} for x in PICTURES])
 
 
 def json_lines(root):
@@ -73,6 +74,7 @@ def parquet(root, image=lambda name: {"bytes": PICTURES[name], "path": None}):
         columns = {
             "image": [image(name) for name in names],
             "captions": [[TEXTS[name]] * 2 for name in names],
+            "id": [1 for name in names],
         }
         pyarrow.parquet.write_table(pyarrow.table(columns), root / f"part-{part}.parquet")
 
@@ -86,7 +88,8 @@ def shards(root, suffix="txt"):
     for part in range(2):
         with tarfile.open(root / f"{part}.tar", "w") as tar:
             for name in [*PICTURES][part::2]:
-                caption = TEXTS[name] if suffix == "txt" else json.dumps({"caption": TEXTS[name]})
+                row = {"caption": TEXTS[name], "id": 1}
+                caption = TEXTS[name] if suffix == "txt" else json.dumps(row)
                 members = {
                     "png": PICTURES[name],
                     suffix: caption.encode(),
@@ -105,6 +108,7 @@ def json_shards(root):
 
 FORMS = (side_by_side, json_beside, json_lines, comma_separated, parquet, plain_bytes, shards)
 FORMS += (json_shards,)
+WITHOUT_ROWS = (side_by_side, shards)
 
 
 def reds(data, part, numbers) -> list[int]:
@@ -135,7 +139,8 @@ def test_every_form_of_files_has_the_same_pairs(form, in_memory, tmp_path, monke
         assert sorted(train + held_out) == [FIRST + 5 * i for i in range(COUNT)]
         assert len(held_out) == COUNT // 10
         assert data.config["labels"] == ()
-        assert data.notes == ("Pairs: 22 to train on, 2 held out.",)
+        unused = () if form in WITHOUT_ROWS else ("Columns that are not used: 1 ('id').",)
+        assert data.notes == ("Pairs: 22 to train on, 2 held out.", *unused)
 
 
 def test_patterns_and_datasets_of_the_hub(tmp_path):
@@ -150,6 +155,7 @@ def test_patterns_and_datasets_of_the_hub(tmp_path):
         data = captions.load(dataset, image_size=2, caption_column=column)
         assert (len(data.train), len(data.held_out)) == (12, 12)
         assert reds(data, data.train, range(12)) == [FIRST + 10 * i for i in range(12)]
+        assert data.notes[1:] == ("Columns that are not used: 1 ('id').",)
 
 
 def test_batches_are_the_same_on_any_number_of_processes_and_when_resumed(tmp_path):
