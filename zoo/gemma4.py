@@ -42,7 +42,7 @@ from .kernels.shared import soft_cap
 from .options import shared_keys, unlike_layers
 from .options.cache import ATTENTION, SLIDING
 from .options.compute_options import ComputeOptions
-from .options.layer_embeddings import LayerEmbedding, LayerEmbeddings
+from .options.layer_embeddings import COLUMNS, LayerEmbedding, LayerEmbeddings
 from .options.rope_scaling import Proportional
 
 READS = shared_keys.READS
@@ -224,7 +224,11 @@ SIZES = {
 
 AXES = dataclasses.replace(
     EXPERT_DECODER,
-    logical_axes=EXPERT_DECODER.logical_axes | {"layer_embed": "both"},  # P
+    logical_axes=EXPERT_DECODER.logical_axes
+    | {
+        "layer_embed": "both",  # P
+        COLUMNS: "weights",  # of the table of layer embeddings, which is not gathered
+    },
 )
 
 
@@ -364,4 +368,4 @@ complete = functools.partial(complete_tables, AXES.logical_axes)
 # Strategy → logical axis → mesh axis; see strategies.py. Where `model` does not divide the kv heads of
 # global layers (12b has one), those of all layers are replicated. A pipeline's stage is a number of
 # whole periods; the small models, whose layers share keys, have one period and so one stage.
-RULES: dict[str, Rules] = complete(expert_rules())
+RULES: dict[str, Rules] = complete(expert_rules(COLUMNS))

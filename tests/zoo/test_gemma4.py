@@ -10,16 +10,27 @@ import pytest
 from flax import nnx
 
 from recipes.common.generation.generator import Generator, Sampling, cap_windows
+from recipes.common.report.hlo import collectives
 from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import make_layout
+from recipes.common.train.step import gradients
+from recipes.instruments.plan.textbook import transfers
 from tests.conftest import full_except
 from tests.support.decoding import check_decoding
-from tests.support.models import built, loss_and_gradients, random_variables, worst
+from tests.support.models import (
+    built,
+    loss_and_gradients,
+    packed_batch,
+    random_variables,
+    worst,
+)  # fmt: skip
 from tests.support.quick import QUICK
 from zoo.core.attention import make_inputs
-from zoo.gemma4 import Config, Gemma4
+from zoo.core.sharding import constrain, shards, variable
+from zoo.gemma4 import RULES, Config, Gemma4
 from zoo.options.cache import ATTENTION, SLIDING
+from zoo.options.layer_embeddings import COLUMNS, look_up_in_place
 from zoo.options.rope_scaling import Proportional, from_tuple
 from zoo.options.shared_keys import READS
 
@@ -166,6 +177,68 @@ def test_meshes_train_a_model_that_shares_keys_alike(mesh, strategy):
     wanted_means, wanted = loss_and_gradients(Gemma4, SMALL, "1x1", "dp")
     assert means == pytest.approx(wanted_means, rel=2e-6)
     assert worst(grads, wanted) < 2e-5
+
+
+# `odd` splits columns over devices that have the same rows of the batch; `model` doesn't divide 131.
+IN_PLACE = [
+    ("8", "fsdp", 132),
+    ("4x2", "fsdp_tp", 132),
+    ("data=2,seq=2,model=2", "fsdp_cp_tp", 132),
+]
+IN_PLACE += [("data=2,fsdp=2,model=2", "hsdp_tp", 132), ("data=2,expert=4", "fsdp_ep", 132)]
+IN_PLACE += [("4x2", "odd", 132), ("4x2", "fsdp_tp", 131)]
+ODD = RULES["fsdp"] | {COLUMNS: ("data", "model")}
+
+
+@pytest.mark.parametrize(("mesh", "strategy", "vocab"), full_except(IN_PLACE, IN_PLACE[1:3]))
+def test_the_table_of_layer_embeddings_stays_in_place(mesh, strategy, vocab):
+    """Rows are the table's to the bit, gradients are sums over all devices, and no device receives
+    more than the rows of its own tokens.
+    """
+    is_even = vocab % 2 == 0
+    columns = 16
+    table_VC = RANDOM.normal(size=(vocab, columns)).astype(np.float32)
+    weights_BTC = RANDOM.normal(size=(B, T, columns)).astype(np.float32)
+    tokens_BT = RANDOM.integers(0, vocab, (B, T), np.int32)
+
+    names = ("vocab", COLUMNS)
+
+    def total(table_VC, tokens_BT, weights_BTC):
+        table = variable(constrain(table_VC, "vocab" if is_even else None, COLUMNS), names)
+        x_BTC = look_up_in_place(table, tokens_BT, "float32")
+        return (x_BTC * constrain(weights_BTC, "batch", "seq", None)).sum(), x_BTC
+
+    rules = ODD if strategy == "odd" else RULES[strategy]
+    with jax.set_mesh(make_mesh(mesh)), nnx.logical_axis_rules(tuple(rules.items())):
+        step = jax.jit(jax.grad(total, has_aux=True), compiler_options=QUICK)
+        compiled = step.lower(table_VC, tokens_BT, weights_BTC).compile()
+        grad_VC, x_BTC = compiled(table_VC, tokens_BT, weights_BTC)
+        own = B * T // shards(("batch", "seq"))
+        shards_of_columns = shards(COLUMNS)
+    np.testing.assert_array_equal(x_BTC, table_VC[tokens_BT])
+    wanted_VC = np.zeros_like(table_VC)
+    np.add.at(wanted_VC, tokens_BT, weights_BTC)
+    np.testing.assert_allclose(grad_VC, wanted_VC, atol=3e-6)
+    received = {"all-to-all": 0, "all-gather": 0}
+    for one in collectives(compiled.as_text()):
+        if one.kind in received:  # an all-reduce of the gradients is left, over other axes
+            received[one.kind] += one.times * one.bytes
+    assert received["all-to-all"] == 2 * 4 * own * columns, "rows, and their gradients"
+    if is_even:
+        assert received["all-gather"] <= 4 * own * shards_of_columns, "numbers of tokens"
+
+
+@pytest.mark.full
+def test_a_step_exchanges_rows_of_the_table_as_the_textbook_says():
+    rows = packed_batch()
+    layout = make_layout(Gemma4, SMALL, make_mesh("8"), "fsdp", batch_size=8, seq_len=24)
+    (exchange,) = (x for x in transfers(layout) if x.purpose == "exchanges")
+    step = functools.partial(gradients, layout)
+    variables = layout.variables()
+    batch = jax.tree.map(jax.typeof, jax.device_put(rows, layout.batch_shardings(rows)))
+    compiled = layout.compile(step, variables, batch, compiler_options=QUICK)
+    sent = [one for one in collectives(compiled.as_text()) if one.kind == exchange.kind]
+    assert sum(one.times * one.bytes for one in sent) * 7 / 8 == exchange.bytes
 
 
 def test_a_pipeline_has_no_stage_for_what_layers_share():

@@ -3,7 +3,8 @@
 One table has the embeddings of all layers, so a token is looked up once. Each is combined with a
 projection of the token's first embedding, and gated by the layer that it is for.
 
-Shapes: B batch, T positions, D embed, P layer embed, V vocab, L layers.
+Shapes: B batch, T positions, D embed, P layer embed, V vocab, L layers, C columns of the table (L · P),
+M positions of several devices.
 """
 
 import math
@@ -13,8 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.layers import RMSNorm, gather_positions, multiply, sublayer_input
-from ..core.sharding import AxisNames, constrain, param, reshape
-from ..core.vocabulary import look_up
+from ..core.sharding import (
+    AxisNames, cast, constrain, mesh_axes, param, per_device, reshape, shards,
+)  # fmt: skip
+
+
+COLUMNS = "layer_columns"  # the logical axis of C
 
 
 class LayerEmbeddings(nnx.Module):
@@ -22,7 +27,7 @@ class LayerEmbeddings(nnx.Module):
 
     def __init__(self, config, *, rngs: nnx.Rngs):
         D, P, L = config.embed, config.layer_embed, config.num_layers
-        self.table = param(rngs, (config.vocab_size, L * P), ("vocab", "embed"), P**-0.5)
+        self.table = param(rngs, (config.vocab_size, L * P), ("vocab", COLUMNS), P**-0.5)
         self.projection = param(rngs, (D, L * P), ("embed", "layer_embed"), D**-0.5)
         self.norm = RMSNorm(P, config.norm_eps)
 
@@ -37,12 +42,45 @@ class LayerEmbeddings(nnx.Module):
         P, L = config.layer_embed, config.num_layers
         by_layer = (B, T, L, P)
         names = ("batch", "seq", None, "layer_embed")
-        own_BTC = look_up(config.use_table(self.table), tokens_BT) * math.sqrt(P)
-        own_BTLP = reshape(constrain(own_BTC, "batch", "seq", None), by_layer, *names)
+        own_BTC = look_up_in_place(self.table, tokens_BT, config.dtype) * math.sqrt(P)
+        own_BTLP = reshape(own_BTC, by_layer, *names)
         projection = config.use_weights(self.projection, axes)
         x_BTD = gather_positions(x_BTD) * config.embed**-0.5
         projected_BTLP = self.norm(reshape(multiply(x_BTD, projection), by_layer, *names))
         return jnp.moveaxis((projected_BTLP + own_BTLP) * 2**-0.5, 2, 0)
+
+
+def look_up_in_place(table: nnx.Param, tokens_BT: jax.Array, dtype: str) -> jax.Array:
+    """Embeddings of tokens, [B, T, C] in `dtype`, by a table [V, C] whose parts stay where they are.
+
+    Devices that share out the columns look each other's tokens up in their own and send what they
+    read. Under `fsdp`, one with 8,192 tokens receives 176 MB of E4B's table so in bfloat16, and would
+    gather 5.6 GB. A gradient is added up where its part of the table is, in the table's dtype.
+    """
+    columns, words = mesh_axes(COLUMNS), mesh_axes("vocab")
+    table_VC = cast(table.get_value())
+    if padding := -len(table_VC) % shards("vocab"):  # then the table at rest has all words
+        table_VC = constrain(jnp.pad(table_VC, ((0, padding), (0, 0))), None, COLUMNS)
+
+    def on_device(table_VC, tokens_BT):
+        tokens_M = tokens_BT.reshape(-1)
+        if columns:
+            tokens_M = jax.lax.all_gather(tokens_M, columns, tiled=True)
+        if words:
+            row_M = tokens_M - jax.lax.axis_index(words) * len(table_VC)
+            is_here_M = (row_M >= 0) & (row_M < len(table_VC))
+            x_MC = jnp.where(is_here_M[:, None], table_VC[row_M], 0).astype(dtype)
+            x_MC = jax.lax.psum(x_MC, words)
+        else:
+            x_MC = table_VC[tokens_M].astype(dtype)
+        if columns:
+            x_MC = jax.lax.all_to_all(x_MC, columns, split_axis=0, concat_axis=1, tiled=True)
+        return x_MC.reshape(*tokens_BT.shape, -1)
+
+    axes = (("vocab", COLUMNS), ("batch", "seq"))
+    operands = (table_VC, tokens_BT)
+    # check_vma can't see that devices along an axis that splits columns alone end with equal rows.
+    return per_device(on_device, operands, axes, ("batch", "seq", None), check_vma=False)
 
 
 class LayerEmbedding(nnx.Module):

@@ -18,6 +18,7 @@ from recipes.common.flags.config_flags import replace
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Rules, Tree, make_layout, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted
+from zoo.core.strategies import VOCAB
 from zoo.options.mtp import HEAD_PATH
 
 
@@ -100,11 +101,11 @@ def restore_variables(source: WeightSource, layout: Layout, dtype: str | None = 
 
 def variables_of_dtype(layout: Layout, dtype: str | None = None) -> Tree:
     """A model's variables as ShapeDtypeStructs; see restore_variables."""
-    wanted, in_use = layout.variables(), layout.names.in_use.keys()
+    wanted, matrices = layout.variables(), {*layout.names.in_use, VOCAB}
     if not dtype:
         return wanted
     return jax.tree.map(
-        lambda axes, a: a.update(dtype=jnp.dtype(dtype)) if in_use & set(axes) else a,
+        lambda axes, a: a.update(dtype=jnp.dtype(dtype)) if matrices & set(axes) else a,
         layout.model.axes, wanted, is_leaf=lambda x: isinstance(x, tuple),
     )  # fmt: skip
 

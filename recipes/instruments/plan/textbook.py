@@ -22,6 +22,7 @@ from zoo.core.sharding import device, optimizer_axes, shards
 from zoo.core.strategies import HEADS, LAYERS, RESIDUAL_SEQ, SEQ
 from zoo.experts.exchange import exchanges
 from zoo.experts.expert_strategies import EXPERT
+from zoo.options.layer_embeddings import COLUMNS
 from zoo.options.mtp import HEAD_PATH
 from zoo.parallel.context import choose_exchange
 from zoo.parallel.pipeline import microbatches, rounds, routes, ticks
@@ -118,6 +119,7 @@ def row_transfers(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:
         yield from _attention_transfers(layout)
         yield from _state_transfers(layout)
         yield from _expert_transfers(layout, accumulate)
+        yield from _look_up_transfers(layout)
         yield from stage_transfers(layout, accumulate)
 
 
@@ -132,6 +134,15 @@ def _pair_transfers(layout: Layout) -> Iterator[Transfer]:
             there = back = "collective-permute"
         yield Transfer("exchanges", there, axes, sent)
         yield Transfer("exchanges", back, axes, sent)
+
+
+def _look_up_transfers(layout: Layout) -> Iterator[Transfer]:
+    """Rows of tables that stay in place, to the devices of their tokens, and their gradients back."""
+    for array, axes in layout.model.variables["params"].values():
+        if COLUMNS in axes:
+            split = frozenset(_split_by(layout, [COLUMNS]))
+            sent = ring(_devices(layout, split)) * device_tokens(layout) * array.shape[-1]
+            yield Transfer("exchanges", "all-to-all", split, 2 * compute_bytes(layout) * sent)
 
 
 def device_tokens(layout: Layout, path: str = "") -> float:
