@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,14 @@ from data import synthetic
 from recipes.common import checkpoint
 from recipes.common.checkpoint.saver import HELD_OUT
 from recipes.common.report import flops, picture
-from recipes.common.runtime import terminal
+from recipes.common.runtime import processes, terminal
+from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.flags import Run
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.shape import trace_shape
 from recipes.common.train import sinks
+from recipes.common.train.beside import beside
 from recipes.common.train.evaluation import Evaluation, in_words
 from recipes.common.train.metrics import Log
 from tests.conftest import ROOT
@@ -92,6 +95,26 @@ def test_evaluation_changes_no_step_and_is_compiled_once(watched, train, tmp_pat
         assert bits == pytest.approx(nats / np.log(2)), "a token is a byte here"
     assert f"step 4/12  held-out loss {held_out[0][1]:.4f}, perplexity " in out
     assert (folder.parent / "compiled").read_text().count(".sums ") == 1
+
+
+def test_work_is_beside_the_main_thread_on_cpus_of_one_process_alone(monkeypatch):
+    mesh, threads = make_mesh("1"), []
+
+    def work():
+        threads.append(threading.current_thread())
+        raise UserError("two heads")
+
+    for process_count, expected in ((1, "beside"), (2, threading.current_thread().name)):
+        monkeypatch.setattr(processes, "_count", process_count)
+        value = beside(mesh, work)
+        with pytest.raises(UserError, match="two heads"):
+            value()
+        assert threads.pop().name == expected
+    wait = threading.Event()
+    monkeypatch.setattr(processes, "_count", 1)
+    value = beside(mesh, wait.wait)
+    wait.set()  # a main thread that waited would never come here
+    assert value() is True
 
 
 def test_bits_per_byte_count_the_bytes_behind_the_tokens():

@@ -3,6 +3,7 @@
 Models need the methods `prefill` and `decode`, as in zoo/transformer.py and zoo/moe.py.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import count_shards
@@ -91,7 +93,8 @@ class Generator:
         """Compiles nothing yet.
 
         Args:
-          variables: the model's variables, {"params": …}, or a training state.
+          variables: the model's variables, {"params": …}, or a training state; ShapeDtypeStructs are
+            enough to compile.
           end: the tokens that end a row.
           vocabulary: only tokens below this number are written.
           rows: fewest rows of a batch; batches are also padded until the mesh divides them.
@@ -110,6 +113,30 @@ class Generator:
         ]
         self.cache_bytes = 0  # the last call's cache, per device
         self.read, self.written, self.steps, self.seconds = 0, 0, 0, [0.0, 0.0]
+
+    def with_variables(self, variables: Tree) -> "Generator":
+        """A generator of other variables with the programs of this one."""
+        other = copy.copy(self)
+        other._variables = {kind: variables[kind] for kind in self.layout.model.shapes}
+        return other
+
+    def compile(self, lengths: list[int], max_new_tokens: int) -> None:
+        """Compiles both programs for prompts of these lengths, before a call needs them."""
+        shape = B, T, _ = self._shape(lengths, max_new_tokens)
+        tokens_BT = np.zeros((B, T), np.int32)
+        per_row_B = np.zeros(B, np.int32)
+        arguments = (tokens_BT, per_row_B, per_row_B, np.int32(0))
+        abstract = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            arguments,
+            self._where(tokens_BT),
+        )
+        prefill = self._program(self._prefill, shape, self._variables, *abstract)
+        keys_B, *state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            prefill.out_info,
+        )
+        self._program(self._decode, (B, state[-1].slots), self._variables, keys_B, *state)
 
     def __call__(
         self, prompts: list[np.ndarray], max_new_tokens: int, first: int = 0
@@ -168,27 +195,37 @@ class Generator:
           numbers: the rows' own, for their keys; -1: nothing more is written.
           count: of the tokens that were written before.
         """
-        layout = self.layout
-        longest = max(map(len, rows))
-        T = _multiple(max(SHORTEST, 2 ** math.ceil(math.log2(longest))), layout.seq_shards)
-        B = _multiple(max(len(rows), self._rows), layout.batch_shards)
-        S = _multiple(T + max_new_tokens, layout.seq_shards)  # slots; some may stay empty
+        B, T, S = self._shape([len(row) for row in rows], max_new_tokens)
         tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
         rows_B = np.full(B, -1, np.int32)
         rows_B[: len(rows)] = numbers
         for b, row in enumerate(rows):
             tokens_BT[b, T - len(row) :] = row
             lengths_B[b] = len(row)
-        # Rows are replicated: each device chooses the next tokens of all rows. Positions are split.
-        replicated = layout.replicated
-        parts = replicated.update(spec=jax.P(None, *layout.batch_shardings(tokens_BT).spec[1:]))
-        where = (parts, replicated, replicated, replicated)
+        where = self._where(tokens_BT)
         arguments = jax.device_put((tokens_BT, lengths_B, rows_B, np.int32(count)), where)
         prefill = self._program(self._prefill, (B, T, S), self._variables, *arguments)
         start = time.perf_counter()
         state = jax.block_until_ready(prefill(self._variables, *arguments))
         self.seconds[0] += time.perf_counter() - start
         return state
+
+    def _shape(self, lengths: list[int], max_new_tokens: int) -> tuple[int, int, int]:
+        """(rows, positions, slots of the cache) of the programs for prompts of these lengths."""
+        layout = self.layout
+        T = _multiple(max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths)))), layout.seq_shards)
+        B = _multiple(max(len(lengths), self._rows), layout.batch_shards)
+        S = _multiple(T + max_new_tokens, layout.seq_shards)  # slots; some may stay empty
+        return B, T, S
+
+    def _where(self, tokens_BT: np.ndarray) -> tuple[NamedSharding, ...]:
+        """Shardings of the prompts' tokens, lengths and numbers, and of the tokens' number.
+
+        Rows are replicated: each device chooses the next tokens of all rows. Positions are split.
+        """
+        replicated = self.layout.replicated
+        spec = self.layout.batch_shardings(tokens_BT).spec[1:]
+        return (replicated.update(spec=jax.P(None, *spec)), replicated, replicated, replicated)
 
     def _decode_program(self, keys_B: jax.Array, state: list) -> jax.stages.Compiled:
         cache = state[-1]

@@ -66,14 +66,18 @@ def main(
     # ---- State and training: compiled once for the layout, each shard made on its own device -----
     sequence = flops.decoder(layout.shape, text.seq_len)["causal"]
     extra = extra if layout.stages == 1 else None  # it calls the model, which stages can't
+    writer = None
+    if sample:
+        writer = sample.writer(model, layout, tokenizer, corpus, seed=run.seed)
     state, log, metrics = fit(
-        run, folder, step, corpus, tokenizer, extra=extra, example_flops=sequence
-    )
+        run, folder, step, corpus, tokenizer, extra=extra, example_flops=sequence,
+        prepare=writer.begin if writer else None,
+    )  # fmt: skip
 
     # ---- What it has learned ---------------------------------------------------------------------
     print0(*messages.results(metrics, corpus))
-    if sample:
-        sample.show(model, layout, state, tokenizer, folder, corpus, seed=run.seed)
+    if writer:
+        writer.show(state, folder)
     finish(folder, layout, log)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
 from flax import nnx
@@ -17,6 +18,7 @@ from recipes.common.runtime.processes import is_first
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.sharding.move import move
 from recipes.common.storage import folders
+from recipes.common.train.beside import beside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,67 +73,23 @@ class Sample:
             )
         return layout
 
-    def show(
+    def writer(
         self,
         model: type[nnx.Module],
         layout: Layout,
-        state: Tree,
         tokenizer: Tokenizer,
-        folder: RunFolder,
         data: Dataset,
         *,
         seed: int,
-    ) -> None:
-        """Prints a sample, and saves it in the run's folder, if --sample_bytes asks for one."""
-        if not self.sample_bytes:
-            return
-        if layout.stages > 1 and not self.sample_rules:
-            print0(
-                f"No sample: {layout.stages} stages of layers can't generate; --sample_rules=fsdp, for example, can."
-            )
-            return
-        written = self.write(
-            model, layout, state, tokenizer, context=layout.seq_len, seed=seed, data=data
-        )
-        print0(*written.lines)
-        if folder.in_use and folder.last_good():
-            self.save(folder.path / "sample.json", state, written)
-
-    def write(
-        self,
-        model: type[nnx.Module],
-        layout: Layout,
-        state: Tree,
-        tokenizer: Tokenizer,
-        *,
-        context: int,
-        seed: int,
-        data: Dataset | None = None,
-    ) -> "Written":
-        """Continues the prompt, or answers a held-out one.
+    ) -> "Writer":
+        """What shows a sample at the end of a run.
 
         Args:
-          context: tokens that a position attends to, as in training.
+          layout: the training's.
           data: the run's. Without --prompt, a model that has learned answers is asked its first
             held-out prompt.
         """
-        target = self.layout(model, layout, context)
-        variables = move(state, layout, target) if self.sample_rules else state
-        sampling = Sampling(self.temperature, seed=seed)
-        generator = Generator(target, variables, sampling, tokenizer.end, tokenizer.vocabulary)
-        asked = None
-        if data is not None and data.has_answers and not self.prompt:
-            asked = first_prompt(data)
-        prompt = self.begin(tokenizer) if asked is None else asked
-        most = self.sample_bytes
-        if asked is not None and layout.shape.max_positions:
-            most = max(1, min(most, layout.shape.max_positions - len(prompt)))
-        tokens = [int(token) for (token,) in generator([prompt], most)]
-        ended = tokens[-1] in tokenizer.end
-        if asked is not None:
-            return Written(tokenizer.decode(tokens, after=asked), ended, tokenizer.decode(asked))
-        begin = [] if self.chat else prompt  # a chat shows only the answer
-        return Written(tokenizer.decode([*begin, *tokens]), ended)
+        return Writer(self, model, layout, tokenizer, data, seed)
 
     def save(self, path: pathlib.Path, state: Tree, written: "Written") -> None:
         """Writes a sample to a file, for the model's card; I/O errors become warnings."""
@@ -143,6 +101,82 @@ class Sample:
             folders.write(path, (json.dumps(facts, indent=1) + "\n").encode())
         except folders.errors() as error:
             warn(f"{path} could not be written ({folders.reason(error)})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a sample is written with: programs, compiled, and a prompt."""
+
+    layout: Layout
+    generator: Generator  # of abstract variables
+    prompt: np.ndarray
+    most: int  # tokens
+    answers: bool  # whether the prompt is a held-out one
+
+
+class Writer:
+    """Writes a sample: continues the prompt, or answers a held-out one."""
+
+    def __init__(
+        self,
+        flags: Sample,
+        model: type[nnx.Module],
+        layout: Layout,
+        tokenizer: Tokenizer,
+        data: Dataset,
+        seed: int,
+    ):
+        self._flags, self._model, self._training = flags, model, layout
+        self._tokenizer, self._data, self._seed = tokenizer, data, seed
+        self._plan: Callable[[], Plan] | None = None
+
+    def begin(self) -> None:
+        """Begins to compile the sample's programs, beside the main thread."""
+        stages = self._training.stages > 1 and not self._flags.sample_rules
+        if self._flags.sample_bytes and not stages:
+            self._plan = beside(self._training.mesh, self._make_plan)
+
+    def show(self, state: Tree, folder: RunFolder) -> None:
+        """Prints a sample, and saves it in the run's folder, if --sample_bytes asks for one."""
+        if not self._flags.sample_bytes:
+            return
+        if self._plan is None:
+            print0(
+                f"No sample: {self._training.stages} stages of layers can't generate; "
+                "--sample_rules=fsdp, for example, can."
+            )
+            return
+        written = self._write(self._plan(), state)
+        print0(*written.lines)
+        if folder.in_use and folder.last_good():
+            self._flags.save(folder.path / "sample.json", state, written)
+
+    def _make_plan(self) -> Plan:
+        flags, training, tokenizer = self._flags, self._training, self._tokenizer
+        target = flags.layout(self._model, training, training.seq_len)
+        variables = (target if flags.sample_rules else training).variables()
+        sampling = Sampling(flags.temperature, seed=self._seed)
+        generator = Generator(target, variables, sampling, tokenizer.end, tokenizer.vocabulary)
+        answers = self._data.has_answers and not flags.prompt
+        prompt = first_prompt(self._data) if answers else flags.begin(tokenizer)
+        most = flags.sample_bytes
+        if answers and training.shape.max_positions:
+            most = max(1, min(most, training.shape.max_positions - len(prompt)))
+        generator.compile([len(prompt)], most)
+        return Plan(target, generator, prompt, most, answers)
+
+    def _write(self, plan: Plan, state: Tree) -> "Written":
+        tokenizer = self._tokenizer
+        moves = self._flags.sample_rules
+        variables = move(state, self._training, plan.layout) if moves else state
+        generator = plan.generator.with_variables(variables)
+        tokens = [int(token) for (token,) in generator([plan.prompt], plan.most)]
+        ended = tokens[-1] in tokenizer.end
+        if plan.answers:
+            answer = tokenizer.decode(tokens, after=plan.prompt)
+            return Written(answer, ended, tokenizer.decode(plan.prompt))
+        begin = [] if self._flags.chat else plan.prompt  # a chat shows only the answer
+        return Written(tokenizer.decode([*begin, *tokens]), ended)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,17 +14,20 @@ from recipes.common.storage import folders, jsonl
 Array = tuple[tuple[str, ...], tuple[int, ...], jax.sharding.NamedSharding]
 
 
-def _figure(columns: int, width: float = 4):
-    """A figure with a row of axes, `width` × 4 inches each.
-
-    matplotlib is imported here, at the end of a run, because that takes half a second.
-    """
+def load_matplotlib() -> tuple[type, type]:
+    """Matplotlib's Figure and canvas; not imported before a run needs them: it takes half a second."""
     import matplotlib
 
     matplotlib.set_loglevel("ERROR")  # "building the font cache"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    return Figure, FigureCanvasAgg
+
+
+def _figure(columns: int, width: float = 4):
+    """A figure with a row of axes, `width` × 4 inches each."""
+    Figure, FigureCanvasAgg = load_matplotlib()
     layout = "constrained" if columns > 1 else None  # takes as long as everything else
     figure = Figure(figsize=(width * columns, 4), layout=layout, dpi=120)
     FigureCanvasAgg(figure)  # no window, no global state

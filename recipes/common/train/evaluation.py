@@ -1,6 +1,7 @@
 """Evaluation on all held-out examples, during training and at its end."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from data.batches import Dataset, held_out_batches
 from recipes.common.sharding import Layout, Tree
+from recipes.common.train.beside import beside
 from recipes.common.train.feed import to_devices
 
 Extra = Callable[[Any, Tree], Tree]  # (model, batch) → name → sum over the batch
@@ -17,7 +19,7 @@ Extra = Callable[[Any, Tree], Tree]  # (model, batch) → name → sum over the 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Evaluates training states with one program, compiled at its first use.
+    """Evaluates training states with one program, compiled at its first use, or by `begin` before.
 
     It only reads the state: a run takes the same steps with and without it.
     """
@@ -25,7 +27,20 @@ class Evaluation:
     layout: Layout
     data: Dataset
     extra: Extra | None = None
-    _compiled: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
+    _compiled: dict[str, Callable[[], jax.stages.Compiled]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def begin(self, abstract: Tree) -> None:
+        """Begins to compile the program, beside the main thread.
+
+        Args:
+          abstract: the states' shapes, dtypes and shardings.
+        """
+        layout = self.layout
+        variables = self._variables(abstract)
+        batch = layout.abstract_batch(self.data.filler)
+        self._compiled["program"] = beside(layout.mesh, lambda: self._compile(variables, batch))
 
     def __call__(self, state: Tree) -> Tree:
         """Returns the loss's metrics over all held-out examples, name → (sum, count) in float64.
@@ -35,16 +50,20 @@ class Evaluation:
         Args:
           state: a training state or the model's variables, with the same dtypes in every call.
         """
-        kinds = self.layout.model.shapes.keys() | state.keys() & {"frozen"}
-        variables, totals = {kind: state[kind] for kind in kinds}, None
+        variables, totals = self._variables(state), None
         for rows in held_out_batches(self.data, self.layout.batch_size, self.layout.process_rows):
             batch = to_devices(rows, self.layout)
             if "program" not in self._compiled:
-                self._compiled["program"] = self._compile(variables, batch)
-            sums = self._compiled["program"](variables, batch)
+                compile_once = functools.partial(self._compile, variables, batch)
+                self._compiled["program"] = functools.cache(compile_once)
+            sums = self._compiled["program"]()(variables, batch)
             values = jax.tree.map(np.float64, jax.device_get(sums))
             totals = values if totals is None else jax.tree.map(np.add, totals, values)
         return totals
+
+    def _variables(self, state: Tree) -> Tree:
+        kinds = self.layout.model.shapes.keys() | state.keys() & {"frozen"}
+        return {kind: state[kind] for kind in kinds}
 
     def _compile(self, variables: Tree, batch: Tree) -> jax.stages.Compiled:
         layout = self.layout

@@ -29,6 +29,7 @@ from recipes.common.runtime import (
 from recipes.common.runtime.flags import DEFAULTS
 from recipes.common.sharding import Layout, Tree, elsewhere
 from recipes.common.storage import folders
+from recipes.common.train.beside import beside
 from recipes.common.train.evaluation import Evaluation, Extra
 from recipes.common.train.feed import device_batches
 from recipes.common.train.frozen import Frozen
@@ -49,6 +50,7 @@ def fit(
     example_flops: float | None = None,
     frozen: Frozen | None = None,
     online: "Online | None" = None,
+    prepare: Callable[[], object] | None = None,
 ) -> tuple[Tree, Log, Tree]:
     """Trains until step run.steps, saves, and evaluates the last state.
 
@@ -58,6 +60,8 @@ def fit(
       example_flops: FLOPs of training on one example; None: as if each weight were multiplied once.
       frozen: a second model for the loss, "frozen" in the state.
       online: makes the batches from the state, in place of `data`, and evaluates it.
+      prepare: begins what the end needs, such as compiling a sample's programs; called once the step
+        is compiled.
 
     Returns (state, log, its Evaluation's totals). Raises UserError before anything is written, and
     Stopped as `take_steps` does.
@@ -70,13 +74,20 @@ def fit(
     abstract = step.abstract_state()
     second = {"frozen": frozen.abstract()} if frozen else {}
     print0(report.headline(layout), report.table(layout, abstract, second.get("frozen")))
+    make_state = first_state(folder, step, run.seed, abstract)
     compiled = compile_step(step, abstract | second, data) if run.steps > folder.step else None
-
+    evaluation = online or Evaluation(layout, data, extra)
+    if isinstance(evaluation, Evaluation):
+        evaluation.begin(abstract | second)
+    if prepare:
+        prepare()
+    if compiled:
+        beside(layout.mesh, picture.load_matplotlib)  # for `finish`
     compiled_at = time.perf_counter()
 
     # ---- The state: resumed, from given parameters, or new; never two of them in memory -----------
     lines = messages(folder, run, step)
-    state = first_state(folder, step, run.seed, abstract)
+    state = make_state()
     if frozen:
         state |= {"frozen": frozen.read()}
     print0(*lines)
@@ -86,7 +97,6 @@ def fit(
     saver = None
     if folder.in_use:
         saver = Saver(folder, run.keep_checkpoints, metadata, facts, tokenizer)
-    evaluation = online or Evaluation(layout, data, extra)
     peak = flops.peak(layout, (example_flops or flops.dense(layout)) / data.units)
     path = folder.path / "metrics.jsonl" if folder.in_use else None
     per_step = run.batch_size * data.units

@@ -1,6 +1,7 @@
 """How a run begins: from its newest checkpoint, from trained parameters, or with new ones."""
 
 import dataclasses
+from collections.abc import Callable
 
 import optax
 
@@ -9,6 +10,7 @@ from recipes.common.runtime import Run
 from recipes.common.sharding import Layout, Tree, paths, shardings
 from recipes.common.sharding.abstract import nested, unadapted
 from recipes.common.train import state as training_state
+from recipes.common.train.beside import beside
 from recipes.common.train.step import TrainStep
 
 
@@ -36,37 +38,64 @@ def messages(folder: RunFolder, run: Run, step: TrainStep) -> list[str]:
     return lines
 
 
-def first_state(folder: RunFolder, step: TrainStep, seed: int, abstract: Tree) -> Tree:
-    """The state to begin with. Memory never holds two.
+def first_state(
+    folder: RunFolder, step: TrainStep, seed: int, abstract: Tree
+) -> Callable[[], Tree]:
+    """Begins to compile what makes the state to begin with, beside the main thread.
+
+    Returns a function that makes the state. Memory never holds two.
 
     Args:
       folder: its checkpoint, if any, fits the layout.
       abstract: `step.abstract_state()`.
     """
     layout, optimizer = step.layout, step.optimizer
-    if folder.newest:
-        return folder.newest.read(abstract)
-    if folder.source is None:
-        return training_state.initialize(layout, optimizer, seed, abstract)
+    newest, source = folder.newest, folder.source
+    if newest:
+        return lambda: newest.read(abstract)
+    if source is None:
+        program = beside(
+            layout.mesh,
+            lambda: training_state.initialization(layout, optimizer, seed, abstract),
+        )
+        return lambda: program()()
     if not folder.in_use:
         optimizer = optax.identity()  # evaluation needs no moments
         abstract = training_state.abstract_state(layout, optimizer)
-    variables = read_variables(folder.source, layout)
-    make = layout.compile(
-        lambda variables: training_state.new_state(layout, optimizer, seed, variables),
-        variables,
-        donate_argnums=0,
-        out_shardings=shardings(abstract),
+    variables = layout.variables()
+    make = beside(
+        layout.mesh,
+        lambda: layout.compile(
+            lambda variables: training_state.new_state(layout, optimizer, seed, variables),
+            variables,
+            donate_argnums=0,
+            out_shardings=shardings(abstract),
+        ),
     )
-    return make(variables)
+    if needs_adapters(source, layout):
+        adapters = beside(layout.mesh, lambda: training_state.new_params_program(layout))
+        return lambda: make()(read_variables(source, layout, adapters()))
+    return lambda: make()(read_variables(source, layout))
 
 
-def read_variables(source: WeightSource, layout: Layout) -> Tree:
-    """The model's variables from a source; new adapters where the source has none."""
+def needs_adapters(source: WeightSource, layout: Layout) -> bool:
+    """Whether the model has adapters, and the source none."""
+    return "base" in layout.model.shapes and "base" not in source.metadata
+
+
+def read_variables(
+    source: WeightSource, layout: Layout, adapters: Callable[[], Tree] | None = None
+) -> Tree:
+    """The model's variables from a source; new adapters where the source has none.
+
+    Args:
+      adapters: makes the new ones; None: is compiled here.
+    """
     wanted = layout.variables()
-    if "base" not in wanted or "base" in source.metadata:
+    if not needs_adapters(source, layout):
         return source.read(wanted)
     variables = source.read(unadapted(wanted))
-    read, new = paths(variables["params"]), paths(training_state.new_params(layout))
+    made = adapters() if adapters else training_state.new_params(layout)
+    read, new = paths(variables["params"]), paths(made)
     trained = {path: read.pop(path, value) for path, value in new.items()}
     return variables | {"params": nested(trained), "base": nested(read)}

@@ -81,10 +81,14 @@ def initialization(
 
 def new_params(layout: Layout) -> Tree:
     """New values of the trained parameters. Each device makes its own shards."""
-    make = _program(
+    return new_params_program(layout)()
+
+
+def new_params_program(layout: Layout) -> jax.stages.Compiled:
+    """The program that makes `new_params`."""
+    return _program(
         layout, lambda: variables_of(layout.build())["params"], layout.variables()["params"]
     )
-    return make()
 
 
 def new_values(layout: Layout, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
