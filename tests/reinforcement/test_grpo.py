@@ -9,16 +9,19 @@ import jax
 import numpy as np
 import pytest
 
+from data.questions import Question, Questions
+from data.tokenizer import BYTES
 from recipes import grpo
 from recipes.common import checkpoint, entries
 from recipes.common.checkpoint import probe
-from recipes.common.generation.rollouts import Sampler, sampling_layout
+from recipes.common.checkpoint.run_folder import open_run
+from recipes.common.generation.rollouts import Answers, Sampler, sampling_layout
 from recipes.common.reinforcement import online
 from recipes.common.reinforcement.losses import PolicyLoss
 from recipes.common.reinforcement.objective import Objective
 from recipes.common.report.report import bytes_per_device
 from recipes.common.runtime import Stopped
-from recipes.common.runtime.flags import parse
+from recipes.common.runtime.flags import Run, parse
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.runtime.start import show_plan
 from recipes.common.sharding.abstract import paths
@@ -29,7 +32,7 @@ from tests.conftest import full_except
 from tests.support.models import random_values
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
-from tests.support.runs import assert_bit_equal, records, state_of, talker
+from tests.support.runs import NoFlags, assert_bit_equal, records, state_of, talker
 
 pytestmark = pytest.mark.promise("reinforcement")
 
@@ -144,6 +147,53 @@ def test_a_plan_s_memory_is_what_sampling_allocates(entry, strategy, mesh):
     config, slots = layout.config, 8 + LONGEST  # the prompts are padded to 8
     whole = 2 * config.num_layers * ROWS * slots * config.num_kv_heads * config.head_dim * 4
     assert cache == whole / layout.count_shards("batch", "kv_heads")
+
+
+class Recorder:
+    """In place of a sampler: keeps what it is asked, and answers a token per prompt."""
+
+    end = (7,)
+
+    def __init__(self, layout):
+        self.layout = layout
+        self.asked: list[tuple[bytes, tuple]] = []  # of each answer: its prompt, its id
+
+    def __call__(self, variables, prompts, ids) -> Answers:
+        self.asked += zip(map(bytes, prompts), map(tuple, ids.tolist()), strict=True)
+        zeros_B1 = np.zeros((len(prompts), 1))
+        return Answers(zeros_B1.astype(np.int32), zeros_B1, zeros_B1)
+
+
+class Even:
+    """In place of rewards."""
+
+    names, weights, failed = ["even"], [1.0], 0
+
+    def __call__(self, answers):
+        return np.ones((len(answers), 1))
+
+
+def test_an_answer_s_id_is_its_step_prompt_and_number(tmp_path):
+    """Across epochs of 5 prompts, 2 a step: whatever the order, a prompt has one number."""
+    layout, folder = layout_on("transformer", "", "1x1"), open_run("grpo", Run(), NoFlags())
+    texts = [f"{n}?" for n in range(5)]
+    prompts = [Question(np.array([*text.encode()], np.int32), text, {}, "") for text in texts]
+    flags = dataclasses.replace(online.Rollout(), seq_len=LENGTH, max_new_tokens=1, group_size=4)
+    made = online.Online(
+        flags=flags, loss=PolicyLoss(), layout=layout, sampler=Recorder(layout),
+        questions=Questions(prompts, prompts, {}, ()), rewards=Even(), tokenizer=BYTES,
+        folder=folder, batch_size=ROWS, seed=3,
+    )  # fmt: skip
+    state = jax.device_put(random_values(layout.model.shapes), shardings(layout.variables()))
+    for k in range(5):
+        made.rollout(state, k)
+    asked, numbers = made.sampler.asked, {bytes(q.tokens): n for n, q in enumerate(prompts)}
+    assert len(asked) == 5 * ROWS
+    for place, (prompt, found) in enumerate(asked):
+        assert found == (place // ROWS, numbers[prompt], place % 4)
+    orders = [[number for _, (_, number, g) in asked if g == 0][5 * n : 5 * n + 5] for n in (0, 1)]
+    assert [*map(sorted, orders)] == [[0, 1, 2, 3, 4]] * 2, "an epoch has each prompt once"
+    assert orders[0] != orders[1]
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """Rewards run in processes of their own: their order, their errors, and what the bare command pays."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from recipes.common.reinforcement import parses
 from recipes.common.reinforcement.rewards import Answered, RewardFlags, Rewards
 from recipes.common.runtime import Stopped, UserError
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.promise("rewards")
 
@@ -102,6 +106,58 @@ def test_no_process_is_left(rewards):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+ENDLESS = """
+import os, pathlib, re, subprocess
+
+def note(pid):
+    with pathlib.Path(__file__).with_name("pids").open("a") as file:
+        file.write(f"{pid}\\n")
+
+def python(prompts, completions, rows):
+    note(subprocess.Popen(["sleep", "600"]).pid)
+    note(os.getpid())
+    while True:
+        pass
+
+def interpreter(prompts, completions, rows):
+    note(0)
+    note(os.getpid())
+    re.match("(a+)+$", "a" * 64 + "b")
+"""
+RUN = """
+import sys
+from recipes.common.reinforcement.rewards import Answered, RewardFlags, Rewards
+Rewards(RewardFlags(reward=(sys.argv[1],), reward_seconds=float(sys.argv[2])))([Answered("", "", {}, "")])
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process computes: one that nobody has waited for yet does not."""
+    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return done.stdout.strip()[:1] not in ("", "Z")
+
+
+@pytest.mark.parametrize(("function", "seconds"), [("python", 600), ("interpreter", 2)])
+def test_an_endless_reward_ends_with_its_run(function, seconds, tmp_path):
+    """With the processes that it has started; if it keeps the interpreter to itself, at its limit."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    command = [sys.executable, "-c", RUN, f"{tmp_path / 'endless.py'}:{function}", str(seconds)]
+    run = subprocess.Popen(command, cwd=ROOT)
+    pids = tmp_path / "pids"
+    wait_for(lambda: pids.exists() and pids.read_text().count("\n") == 2)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    noted = [int(line) for line in pids.read_text().split() if line != "0"]
+    wait_for(lambda: not any(map(is_running, noted)))
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 MISTAKES = {

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import select
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -24,7 +25,6 @@ from recipes.common.runtime import Stopped, UserError, flag, processes, warn
 from recipes.common.runtime.flags import split
 
 STOP, ZERO = "stop", "zero"
-START_SECONDS = 60.0  # for a user's file to be imported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Worker:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        greeting = self._answer(START_SECONDS)
+        greeting = self._answer(reward_worker.START_SECONDS)
         if "error" in greeting:
             self.close()
             raise UserError(f"--reward={self._named} can't be used ({greeting['error']}); fix it")
@@ -102,6 +102,7 @@ class Worker:
             "prompts": [x.prompt for x in answers],
             "completions": [x.completion for x in answers],
             "rows": [x.row for x in answers],
+            "seconds": seconds,
         }
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):  # it died, which the answer reports
@@ -125,8 +126,11 @@ class Worker:
         return json.loads(line)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        """Kills the process, and those that the function started."""
+        if self._process.returncode is None:  # else its number may be another's by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 assert pipe
