@@ -16,7 +16,7 @@ import pytest
 from recipes.common import checkpoint
 from tests.conftest import ROOT
 from tests.support.quick import XLA_FLAGS
-from tests.support.runs import TINY, assert_bit_equal, records, state_of, steps_saved
+from tests.support.runs import TINY, assert_bit_equal, records, state_of, steps_saved, to_reinforce
 
 pytestmark = [pytest.mark.promise("resume"), pytest.mark.full]  # a dozen real processes
 
@@ -131,3 +131,123 @@ def check(uninterrupted, start, workdir):
     text = (workdir / "metrics.jsonl").read_text()
     assert text.count("\n") == STEPS + STEPS // 6
     assert text.endswith("\n")
+
+
+# ---- a run that makes its own batches ------------------------------------------------------------
+
+ROLLOUTS = 6
+SAMPLING = (
+    "--mesh=2x2", "--seq_len=48", "--max_new_tokens=6", "--group_size=4", f"--steps={ROLLOUTS}",
+    "--checkpoint_every=2", "--batch_size=8", "--log_every=1", "--eval_every=2", "--updates=2",
+    "--learning_rate=0.003", "--warmup_steps=1", "--eval_prompts=3", "--keep_best",
+)  # fmt: skip
+REWARD_THAT_KILLS = """
+import json, os, pathlib, signal
+
+def reward(prompts, completions, rows):
+    # The one held-out prompt does not count.
+    if os.environ.get("KILL_IN_REWARD") and len(rows) > 1:
+        calls = pathlib.Path(os.environ["KILL_IN_REWARD"])
+        calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+        if calls.stat().st_size == 2:
+            os.kill(os.getppid(), signal.SIGKILL)
+    return [sum(letter < "a" for letter in text) / 6 + row["bonus"] / 1000
+            for text, row in zip(completions, rows)]
+"""
+# Kills its own process after the n-th call of a phase, before anything can follow from it.
+KILLED = """
+import os, runpy, signal, sys
+from recipes.common.checkpoint.saver import Saver
+from recipes.common.generation.rollouts import Sampler
+from recipes.common.reinforcement.online import Online
+
+phase, count = sys.argv.pop(1), int(sys.argv.pop(1))
+calls = []
+
+def kill_if_last():
+    calls.append(phase)
+    if len(calls) == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def kill_after(owner, name, counts=lambda *arguments: True):
+    method = getattr(owner, name)
+    def wrapped(self, *arguments):
+        result = method(self, *arguments)
+        if counts(*arguments):
+            kill_if_last()
+        return result
+    setattr(owner, name, wrapped)
+
+if phase == "rollout":  # of a step, not of an evaluation
+    kill_after(Sampler, "__call__", counts=lambda variables, prompts, ids: ids[0, 0] < 2**31)
+if phase == "step":
+    around = Online.around
+    def with_kill(self, step):
+        def update(*arguments):
+            result = step(*arguments)
+            kill_if_last()
+            return result
+        return around(self, update)
+    Online.around = with_kill
+if phase == "save":
+    kill_after(Saver, "save")  # it writes in the background
+if phase == "commit":
+    kill_after(Saver, "_finalize")  # all is written, and only the name of the folder is missing
+runpy.run_module("recipes.grpo", run_name="__main__", alter_sys=True)
+"""
+# Phase and call → the newest checkpoint afterwards. The kills follow each other in one workdir.
+KILLS = {
+    ("rollout", 2): 0,
+    ("save", 1): 0,
+    ("reward", 2): 0,
+    ("commit", 1): 0,
+    ("step", 7): 2,  # between the updates of step 4
+    ("save", 2): 4,
+}
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    """Returns a function that runs recipes.grpo in a workdir; a phase and a number kill it there."""
+    folder = tmp_path_factory.mktemp("sample")
+    flags = (*SAMPLING, *to_reinforce(folder, REWARD_THAT_KILLS))
+
+    def run(workdir, phase="none", count=0) -> tuple[int, str]:
+        environment = os.environ | {"XLA_FLAGS": XLA_FLAGS, "ZOO_CACHE": str(folder / "cache")}
+        if phase == "reward":
+            assert count == 2
+            calls = workdir.parent / "calls"
+            calls.unlink(missing_ok=True)
+            environment["KILL_IN_REWARD"] = str(calls)
+        command = [sys.executable, "-c", KILLED, phase, str(count), *flags, f"--workdir={workdir}"]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    return run
+
+
+def test_a_kill_while_a_run_samples_rewards_updates_or_saves_changes_nothing(sample, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    code, out = sample(whole)
+    assert code == 0, out
+    for (phase, count), saved in KILLS.items():
+        code, out = sample(killed, phase, count)
+        assert code == -9, (phase, out)
+        steps = [*checkpoint.steps_in(killed / "checkpoints")]
+        assert max(steps, default=0) == saved, phase
+        assert all(checkpoint.verify(killed / "checkpoints" / str(step)) == "" for step in steps)
+    code, out = sample(killed)
+    assert code == 0, out
+    assert steps_saved(killed) == steps_saved(whole), "and nothing unfinished is left"
+    assert_bit_equal(state_of(killed, ROLLOUTS), state_of(whole, ROLLOUTS))
+    fields = ("step", "loss", "reward", "length", "entropy", "mismatch", "clipped", "learning_rate")
+    assert records(killed, *fields) == records(whole, *fields)
+    assert [step for step, *_ in records(killed, *fields)] == [n + 1 for n in range(ROLLOUTS)]
+    held_out = ("step", "held_out_reward")
+    assert records(killed, *held_out) == records(whole, *held_out)
+    assert len(records(killed, *held_out)) == 1 + ROLLOUTS // 2
+    assert (killed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    assert os.listdir(killed / "best") == os.listdir(whole / "best")

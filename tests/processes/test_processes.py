@@ -25,7 +25,7 @@ from tests.support.devices import gpus
 from tests.support.local_processes import FLAGS, IMPATIENT, LOST, SMALLEST, LocalProcesses
 from tests.support.local_processes import smallest as smallest
 from tests.support.quick import quick as quick
-from tests.support.runs import records, state_of, steps_saved
+from tests.support.runs import records, state_of, steps_saved, to_reinforce
 
 pytestmark = pytest.mark.promise("many-processes")
 
@@ -99,6 +99,58 @@ def test_four_then_two_then_one_process_train_like_one(alone, book, tmp_path):
     held = ("step", "held_out_loss", "held_out_targets")
     assert [r[2] for r in records(a, *held)] == [r[2] for r in records(b, *held)]
     np.testing.assert_allclose(records(a, *held), records(b, *held), rtol=2e-5)
+
+
+# Notes the answers of each process, and how many rewards it computes.
+WATCHED_ROLLOUTS = """
+import json, pathlib
+from recipes.common.generation.rollouts import Sampler
+from recipes.common.reinforcement.rewards import Rewards
+from recipes.common.runtime import processes
+
+def watch(owner, name):
+    call = getattr(owner, name)
+    def watched(self, *arguments):
+        result = call(self, *arguments)
+        log = pathlib.Path("{}") / f"{{processes.index()}}.jsonl"
+        with log.open("a") as file:
+            tokens = result.tokens_BN.tolist() if owner is Sampler else len(result)
+            file.write(json.dumps([owner.__name__, tokens]) + "\\n")
+        return result
+    setattr(owner, name, watched)
+
+watch(Sampler, "__call__")
+watch(Rewards, "__call__")
+"""
+
+
+@pytest.mark.full
+def test_two_processes_answer_and_learn_like_one(inside, quick, tmp_path):
+    """Each makes the same answers; the first one alone asks for rewards, and tells the other."""
+    a, b = tmp_path / "one", tmp_path / "two"
+    flags = (
+        "--mesh=4x2", "--seq_len=48", "--max_new_tokens=6", "--group_size=4", "--steps=3",
+        "--batch_size=8", "--log_every=1", "--learning_rate=0.003", "--warmup_steps=1",
+        "--eval_every=2", "--updates=2", "--sample_rules=tp",
+        *to_reinforce(tmp_path),
+    )  # fmt: skip
+    done = inside("recipes.grpo", *flags, f"--workdir={a}")
+    assert done.code == 0, done.err
+    around = WATCHED_ROLLOUTS.format(tmp_path)
+    run = LocalProcesses(2, *flags, f"--workdir={b}", around=around, recipe="grpo")
+    for code, _, err in run.finish():
+        assert (code, err) == (0, ""), err
+    first, second = (
+        [json.loads(line) for line in (tmp_path / f"{i}.jsonl").read_text().splitlines()]
+        for i in range(2)
+    )
+    assert second == [line for line in first if line[0] == "Sampler"], "the same answers"
+    assert [line[1] for line in first if line[0] == "Rewards"] == [1, 16, 16, 1, 16, 1]
+    samples = [(folder / "samples.jsonl").read_text() for folder in (a, b)]
+    assert samples[0] == samples[1]
+    fields = ("step", "reward", "loss", "grad_norm", "entropy", "mismatch")
+    assert len(records(b, *fields)) == 3
+    np.testing.assert_allclose(records(a, *fields), records(b, *fields), rtol=2e-5, atol=2e-6)
 
 
 # Orders devices so that those of a process lie apart, as on the rings of a TPU's chips.

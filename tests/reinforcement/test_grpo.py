@@ -32,7 +32,7 @@ from tests.conftest import full_except
 from tests.support.models import random_values
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
-from tests.support.runs import NoFlags, assert_bit_equal, records, state_of, talker
+from tests.support.runs import NoFlags, assert_bit_equal, records, state_of, to_reinforce
 
 pytestmark = pytest.mark.promise("reinforcement")
 
@@ -204,36 +204,22 @@ FLAGS = (
     "--checkpoint_every=2", "--batch_size=8", "--log_every=1", "--eval_every=2",
     "--learning_rate=0.003", "--warmup_steps=1", "--eval_prompts=3", "--keep_best",
 )  # fmt: skip
-REWARD = """
-def reward(prompt, completion, row):
-    return sum(letter < "a" for letter in completion) / 6 + row["bonus"] / 1000
-"""
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """A model with a chat template, questions, and a reward that reads a column."""
     folder = tmp_path_factory.mktemp("start")
-    talker(folder / "model", 48)
-    rows = [
-        {"messages": [{"role": "user", "content": f"What is {n}?"}], "bonus": n} for n in range(24)
-    ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+    return folder, to_reinforce(folder)
 
 
 @pytest.fixture
 def tune(start, monkeypatch, capsys):
     """Runs recipes.grpo in this process; returns its output."""
-    monkeypatch.setenv("ZOO_CACHE", str(start / "cache"))
+    folder, first = start
+    monkeypatch.setenv("ZOO_CACHE", str(folder / "cache"))
 
     def run(*flags: str) -> str:
-        first = (
-            f"--restore_from={start / 'model'}",
-            f"--dataset={start / 'prompts.jsonl'}",
-            f"--reward={start / 'reward.py'}:reward",
-        )
         argv = [*first, *FLAGS, *flags]
         first_groups = parse(argv, *grpo.NEW) or []
         planned = grpo.main(*(parse(argv, *grpo.defaults(*first_groups)) or []))

@@ -62,6 +62,28 @@ def talker(folder: pathlib.Path, context: int, **sizes) -> pathlib.Path:
     return folder
 
 
+# Pays for letters before "a"; a column of the row makes all rewards different.
+REWARD = """
+def reward(prompt, completion, row):
+    return sum(letter < "a" for letter in completion) / 6 + row["bonus"] / 1000
+"""
+
+
+def to_reinforce(folder: pathlib.Path, reward: str = REWARD) -> tuple[str, ...]:
+    """Makes a talker, questions for it and a reward; returns the flags of recipes.grpo that name them."""
+    talker(folder / "model", 48)
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {n}?"}], "bonus": n} for n in range(24)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(reward)
+    return (
+        f"--restore_from={folder / 'model'}",
+        f"--dataset={folder / 'prompts.jsonl'}",
+        f"--reward={folder / 'reward.py'}:reward",
+    )
+
+
 def forget_hashes(folder: pathlib.Path) -> None:
     """Makes a checkpoint one of an early version, which had no hashes.json."""
     (folder / integrity.HASHES).unlink()

@@ -68,7 +68,7 @@ def _read(requests, tasks: queue.SimpleQueue) -> None:
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     """Ends the process if the block takes longer."""
-    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=sys.stderr.fileno())
     try:
         yield
     finally:
