@@ -81,6 +81,8 @@ def main(
         vocabulary=tokenizer.vocabulary,
         new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
         seed=run.seed,
     )
     sampler.check(rollout.longest_prompt)

@@ -19,7 +19,7 @@ import pytest
 from data import tokenizer
 from recipes.common import checkpoint, hf
 from recipes.common.checkpoint import integrity
-from recipes.common.generation.generator import Generator, Sampling
+from recipes.common.generation.generator import Generator, Sampling, kept_logits
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
@@ -277,7 +277,8 @@ def test_a_generator_reports_the_bytes_that_a_step_reads(quick):
 
 def kept(logits: np.ndarray, **options) -> np.ndarray:
     """Which tokens may be chosen."""
-    return np.isfinite(np.asarray(Sampling(1.0, **options)._kept(jnp.array(logits))))
+    options = {"top_k": 0, "top_p": 1.0} | options
+    return np.isfinite(np.asarray(kept_logits(jnp.array(logits), **options)))
 
 
 def test_top_k_and_top_p_leave_the_tokens_they_should():

@@ -43,17 +43,28 @@ def layout_on(mesh: str, strategy: str, **changes):
     )
 
 
+def some_kept() -> np.ndarray:
+    """For each position its target and some other tokens, bool [B, T, V]; for padding none."""
+    targets_BT1 = ROWS["targets"][..., None]
+    V = Config.tiny().vocab_size
+    kept_BTV = np.random.default_rng(0).random((*ROWS["targets"].shape, V)) < 0.1
+    return (kept_BTV | (np.arange(V) == targets_BT1)) & (targets_BT1 >= 0)
+
+
 @functools.cache
-def log_probs_and_gradients(mesh: str, strategy: str):
+def log_probs_and_gradients(mesh: str, strategy: str, truncated: bool = False):
     layout = layout_on(mesh, strategy)
+    rows = ROWS | ({"kept": np.packbits(some_kept(), axis=2)} if truncated else {})
 
     def weighted(variables, batch, weights_B):
-        log_probs_BT = zoo_log_probs.log_probs(layout.model.merge(variables), **batch)
+        log_probs_BT, _ = zoo_log_probs.log_probs_and_metrics(
+            layout.model.merge(variables), **batch
+        )
         return (log_probs_BT.sum(axis=1) * weights_B).sum(), log_probs_BT
 
     arguments = (
         random_variables(layout),
-        *jax.device_put((ROWS, WEIGHTS_B), layout.batch_shardings((ROWS, WEIGHTS_B))),
+        *jax.device_put((rows, WEIGHTS_B), layout.batch_shardings((rows, WEIGHTS_B))),
     )
     program = layout.compile(
         jax.value_and_grad(weighted, has_aux=True), *arguments, compiler_options=QUICK
@@ -63,12 +74,14 @@ def log_probs_and_gradients(mesh: str, strategy: str):
 
 
 @functools.cache
-def from_logits():
+def from_logits(truncated: bool = False):
     """The definition, from all logits, without chunks."""
     layout = layout_on("1x1", "")
+    is_left_BTV = some_kept() | (ROWS["targets"] < 0)[..., None] | (not truncated)
 
     def weighted(variables):
         logits_BTV = layout.model.merge(variables)(ROWS["tokens"], ROWS["segment_ids"])
+        logits_BTV = jnp.where(is_left_BTV, logits_BTV, -1e9)
         log_probs_BTV = jax.nn.log_softmax(logits_BTV)
         is_target_BTV = jnp.arange(log_probs_BTV.shape[-1]) == ROWS["targets"][..., None]
         each_BT = jnp.where(is_target_BTV, log_probs_BTV, 0).sum(axis=-1)
@@ -81,9 +94,10 @@ def from_logits():
     return np.asarray(each_BT), {k: np.asarray(v) for k, v in paths(gradients).items()}, logits_BTV
 
 
-def test_one_device_has_the_log_softmax_of_float64():
-    found_BT, gradients = log_probs_and_gradients("1x1", "")
-    _, expected, logits_BTV = from_logits()
+@pytest.mark.parametrize("truncated", [False, True])
+def test_one_device_has_the_log_softmax_of_float64(truncated):
+    found_BT, gradients = log_probs_and_gradients("1x1", "", truncated)
+    _, expected, logits_BTV = from_logits(truncated)
     logits_BTV = np.asarray(logits_BTV, np.float64)
     log_sum_BT = np.log(np.exp(logits_BTV).sum(axis=-1))
     targets_BT = ROWS["targets"]
@@ -135,10 +149,11 @@ def test_a_bias_of_logits_counts():
         np.testing.assert_allclose(gradient, expected[path], atol=2e-5 * scale, err_msg=path)
 
 
+@pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize(("mesh", "strategy"), full_except(MESHES[1:], []))
-def test_meshes_agree(mesh, strategy):
-    found_BT, gradients = log_probs_and_gradients(mesh, strategy)
-    expected_BT, expected = log_probs_and_gradients("1x1", "")
+def test_meshes_agree(mesh, strategy, truncated):
+    found_BT, gradients = log_probs_and_gradients(mesh, strategy, truncated)
+    expected_BT, expected = log_probs_and_gradients("1x1", "", truncated)
     np.testing.assert_allclose(found_BT, expected_BT, atol=1e-5)
     for path, gradient in expected.items():
         error = np.linalg.norm(gradients[path] - gradient) / np.linalg.norm(gradient)

@@ -45,6 +45,7 @@ MESHES = {
 }  # fmt: skip
 EXPERTS = {"fsdp_ep": "data=2,expert=4"}
 CASES = [("transformer", *x) for x in MESHES.items()] + [("moe", *x) for x in EXPERTS.items()]
+TRUNCATED = [CASES[4], CASES[-2]]  # split vocabularies, and positions in another order
 
 
 def layout_on(entry: str, strategy: str, mesh: str):
@@ -58,11 +59,13 @@ def layout_on(entry: str, strategy: str, mesh: str):
 
 
 @functools.cache
-def step_of(entry: str, strategy: str, mesh: str):
+def step_of(entry: str, strategy: str, mesh: str, top_k: int = 0, top_p: float = 1.0):
     """(answers, log-probabilities, metrics, gradients) of a rollout and the gradient after it."""
     layout = layout_on(entry, strategy, mesh)
     variables = jax.device_put(random_values(layout.model.shapes), shardings(layout.variables()))
-    sampler = Sampler(sampling_layout(entries.model(entry), layout), (7,), 300, LONGEST, 0.8)
+    sampler = Sampler(
+        sampling_layout(entries.model(entry), layout), (7,), 300, LONGEST, 0.8, top_k, top_p
+    )
     answers = sampler(move(variables, layout, sampler.layout), PROMPTS, IDS)
     batch = {
         "tokens": np.zeros((ROWS, LENGTH), np.int32),
@@ -70,6 +73,8 @@ def step_of(entry: str, strategy: str, mesh: str):
         "sampler_log_probs": np.zeros((ROWS, LENGTH), np.float32),
         "advantage": np.linspace(-1, 1, ROWS, dtype=np.float32),
     }
+    if sampler.truncates:
+        batch["kept"] = np.zeros((ROWS, LENGTH, answers.kept_BNW.shape[2]), np.uint8)
     for b, prompt in enumerate(PROMPTS):
         tokens = answers.tokens_BN[b][answers.tokens_BN[b] >= 0]
         first, row = len(prompt) - 1, np.concatenate([prompt, tokens])
@@ -78,6 +83,8 @@ def step_of(entry: str, strategy: str, mesh: str):
         batch["sampler_log_probs"][b, first : first + len(tokens)] = answers.log_probs_BN[
             b, : len(tokens)
         ]
+        if sampler.truncates:
+            batch["kept"][b, first : first + len(tokens)] = answers.kept_BNW[b, : len(tokens)]
     objective = Objective(PolicyLoss("grpo"), LONGEST, temperature=0.8)
     layout = dataclasses.replace(layout, model=layout.model._replace(loss=objective))
     placed = jax.device_put(batch, layout.batch_shardings(batch))
@@ -99,8 +106,12 @@ def step_of(entry: str, strategy: str, mesh: str):
 )
 def test_a_step_is_one_device_s(entry, strategy, mesh):
     """Its answers, their log-probabilities, and the gradient: sampled, moved and trained in other layouts."""
-    answers, means, grads = step_of(entry, strategy, mesh)
-    wanted, wanted_means, wanted_grads = step_of(entry, "", "1x1")
+    compare(step_of(entry, strategy, mesh), step_of(entry, "", "1x1"))
+
+
+def compare(found, expected) -> None:
+    answers, means, grads = found
+    wanted, wanted_means, wanted_grads = expected
     np.testing.assert_array_equal(answers.tokens_BN, wanted.tokens_BN)
     assert len({tuple(row) for row in answers.tokens_BN}) == ROWS, "answers to a prompt differ"
     np.testing.assert_allclose(answers.log_probs_BN, wanted.log_probs_BN, atol=1e-5)
@@ -114,6 +125,30 @@ def test_a_step_is_one_device_s(entry, strategy, mesh):
     for path, gradient in wanted_grads.items():
         size = max(np.linalg.norm(gradient), 1e-3 * whole)
         assert np.linalg.norm(grads[path] - gradient) / size < 2e-5, path
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (20, 0.8)])
+def test_training_knows_among_which_tokens_a_token_was_chosen(top_k, top_p):
+    answers, means, _ = step_of("transformer", "", "1x1", top_k, top_p)
+    written_BN = answers.tokens_BN >= 0
+    kept_BNV = np.unpackbits(answers.kept_BNW, axis=2)
+    chosen_BN = np.take_along_axis(kept_BNV, np.maximum(answers.tokens_BN, 0)[..., None], 2)[..., 0]
+    np.testing.assert_array_equal(chosen_BN, written_BN)
+    counts = kept_BNV.sum(axis=2)[written_BN]
+    assert 1 < counts.mean() < 257 / 2
+    assert not top_k or counts.max() <= top_k
+    assert (answers.entropies_BN[written_BN] < np.log(counts) + 1e-5).all()
+    assert means["mismatch"] < 2e-6
+    assert means["outside"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("entry", "strategy", "mesh"), TRUNCATED)
+def test_a_truncated_step_is_one_device_s(entry, strategy, mesh):
+    found = step_of(entry, strategy, mesh, 20, 0.8)
+    expected = step_of(entry, "", "1x1", 20, 0.8)
+    compare(found, expected)
+    np.testing.assert_array_equal(found[0].kept_BNW, expected[0].kept_BNW)
 
 
 def test_an_answer_does_not_depend_on_its_neighbours():
@@ -152,7 +187,7 @@ def test_a_plan_s_memory_is_what_sampling_allocates(entry, strategy, mesh):
 class Recorder:
     """In place of a sampler: keeps what it is asked, and answers a token per prompt."""
 
-    end = (7,)
+    end, truncates = (7,), False
 
     def __init__(self, layout):
         self.layout = layout

@@ -153,7 +153,7 @@ def test_an_endless_reward_ends_with_its_run(function, seconds, tmp_path):
     wait_for(lambda: not any(map(is_running, noted)))
 
 
-def wait_for(condition, seconds: float = 30) -> None:
+def wait_for(condition, seconds: float = 120) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until

@@ -42,26 +42,30 @@ class Sampling:
         """Chooses tokens [B], each a function of its row's key, its number in the row and its logits."""
         if self.temperature < COLDEST:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        logits_BV = self._kept(logits_BV / self.temperature)
+        logits_BV = kept_logits(logits_BV / self.temperature, self.top_k, self.top_p)
 
         def one(key, logits_V):
             return jax.random.categorical(jax.random.fold_in(key, number), logits_V)
 
         return jax.vmap(one)(keys_B, logits_BV).astype(jnp.int32)
 
-    def _kept(self, logits_BV: jax.Array) -> jax.Array:
-        """Sets excluded tokens to -inf; top_p applies to the tokens that top_k keeps."""
-        if 0 < self.top_k < logits_BV.shape[-1]:
-            least_B1 = jax.lax.top_k(logits_BV, self.top_k)[0][:, -1:]
-            logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-        if self.top_p < 1:
-            sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-            share_BV = jax.nn.softmax(sorted_BV, axis=-1)
-            wanted_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < self.top_p
-            wanted_BV = wanted_BV.at[:, 0].set(True)
-            least_B1 = jnp.where(wanted_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
-            logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-        return logits_BV
+
+def kept_logits(logits_BV: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """The logits of the tokens that may be chosen, -inf for others; see Sampling.
+
+    top_p applies to the tokens that top_k keeps. Equal logits are kept together.
+    """
+    if 0 < top_k < logits_BV.shape[-1]:
+        least_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    if top_p < 1:
+        sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+        share_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        wanted_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < top_p
+        wanted_BV = wanted_BV.at[:, 0].set(True)
+        least_B1 = jnp.where(wanted_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    return logits_BV
 
 
 def cap_windows(config: Any, most: int) -> Any:

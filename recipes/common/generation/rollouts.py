@@ -3,7 +3,7 @@
 A Generator returns to the host after every token, to show it. A Sampler stays on the devices until
 all rows have ended, and keeps what reinforcement learning needs of the distribution it sampled from.
 
-Shapes: B rows, T positions of prompts, N new tokens, V vocab.
+Shapes: B rows, T positions of prompts, N new tokens, V vocab, W bytes of V bits.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from recipes.common.generation.generator import kept_logits
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Tree, make_layout
 from zoo.options import cache as zoo_cache
@@ -28,6 +29,12 @@ class Answers(NamedTuple):
     tokens_BN: Any  # int32; -1 after the token that ended a row
     log_probs_BN: Any  # float32, nats at the sampling temperature; 0 after the end
     entropies_BN: Any  # float32, nats, of the distribution of each token; likewise
+    # uint8, as jnp.packbits: the tokens among which each was chosen; None: among all.
+    kept_BNW: Any = None
+
+    def first(self, rows: int) -> "Answers":
+        """The answers of the first rows."""
+        return jax.tree.map(lambda x: x[:rows], self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +42,9 @@ class Sampler:
     """Samples one answer to each prompt: (variables, prompts, ids) → Answers.
 
     An answer is a function of the model, its prompt and its id, on any mesh and whatever the other
-    rows are, up to rounding between meshes. Log-probabilities are those of the softmax over the whole
-    vocabulary, as in training: ids without a token are never written, and have next to no weight.
+    rows are, up to rounding between meshes. Log-probabilities are those of the distribution that was
+    sampled from: with top_k or top_p, the softmax over the tokens that these keep; else that over the
+    whole vocabulary, as in training: ids without a token are never written, and have next to no weight.
     """
 
     layout: Layout
@@ -44,6 +52,8 @@ class Sampler:
     vocabulary: int  # only tokens below this number are written
     new_tokens: int  # N, the limit of an answer
     temperature: float = 1.0
+    top_k: int = 0  # as in generator.Sampling
+    top_p: float = 1.0
     seed: int = 0
     _compiled: dict[tuple[int, int], jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
@@ -89,7 +99,12 @@ class Sampler:
                 self._write, variables, *arguments, out_shardings=replicated
             )
         written = jax.device_get(self._compiled[B, T](variables, *arguments))
-        return Answers(*(x[: len(prompts)] for x in written))
+        return written.first(len(prompts))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are chosen among a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1
 
     def _padded(self, rows: int, longest: int) -> tuple[int, int]:
         """(rows, positions of a prompt) of a program: few shapes, so few programs."""
@@ -131,6 +146,9 @@ class Sampler:
         logits_BV, cache = zoo_cache.prefill(model, tokens_BT, lengths_B, slots)
         choose = functools.partial(self._choose, self._keys(ids_BI))
         written = Answers(jnp.full((B, N), -1), jnp.zeros((B, N)), jnp.zeros((B, N)))
+        if self.truncates:
+            W = -(-logits_BV.shape[1] // 8)
+            written = written._replace(kept_BNW=jnp.zeros((B, N, W), jnp.uint8))
         token_B, written = choose(jnp.int32(0), logits_BV, is_real_B, written)
 
         def goes_on(state):
@@ -158,6 +176,13 @@ class Sampler:
     def _choose(self, keys_B, number, logits_BV, is_going_B, written: Answers):
         """The next token of each row, -1 for rows that have ended; and all that was written so far."""
         logits_BV = jax.sharding.reshard(logits_BV, jax.P()) / self.temperature
+        kept_BW = None
+        if self.truncates:
+            is_token_V = jnp.arange(logits_BV.shape[1]) < self.vocabulary
+            logits_BV = jnp.where(is_token_V[None], logits_BV, -jnp.inf)
+            logits_BV = kept_logits(logits_BV, self.top_k, self.top_p)
+            kept_BW = jnp.packbits(logits_BV > -jnp.inf, axis=1)
+            kept_BW = jnp.where(is_going_B[:, None], kept_BW, 0)
         log_probs_BV = jax.nn.log_softmax(logits_BV)
 
         def one(key, log_probs_V):
@@ -171,9 +196,10 @@ class Sampler:
             jnp.where(is_going_B, token_B, -1),
             jnp.where(is_going_B, log_prob_B, 0),
             jnp.where(is_going_B, entropy_B, 0),
+            kept_BW,
         )
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=1)
-        return new.tokens_BN, Answers(*(put(x, y) for x, y in zip(written, new, strict=True)))
+        return new.tokens_BN, jax.tree.map(put, written, new)
 
 
 def sampling_layout(model: type, training: Layout, rules: str = "") -> Layout:

@@ -1,6 +1,6 @@
 """The objective of a batch of sampled answers.
 
-Shapes: B answers, T positions.
+Shapes: B answers, T positions, W bytes of a bit for each token of the vocabulary.
 """
 
 import dataclasses
@@ -37,6 +37,7 @@ class Objective:
         targets: jax.Array,
         sampler_log_probs: jax.Array,
         advantage: jax.Array,
+        kept: jax.Array | None = None,
         old_log_probs: jax.Array | None = None,
         frozen: Tree | None = None,
     ) -> tuple[jax.Array, jax.Array, Tree]:
@@ -45,11 +46,12 @@ class Objective:
           tokens, targets: prompts with answers, [B, T]; only answers' tokens are targets, others -1.
           sampler_log_probs: of the targets, [B, T].
           advantage: of each answer, [B].
+          kept: the tokens among which each target was sampled, [B, T, W]; None: among all.
           old_log_probs: of the targets by the policy that wrote them, [B, T]; None: the current one.
           frozen: the reference's variables; None: the model's own, without its adapter.
         """
         policy_BT, layer_metrics = log_probs_and_metrics(
-            model, tokens, targets, temperature=self.temperature
+            model, tokens, targets, temperature=self.temperature, kept=kept
         )
         old_BT = jax.lax.stop_gradient(policy_BT)
         if old_log_probs is not None:
@@ -57,7 +59,7 @@ class Objective:
         reference_BT = None
         if self.reference:
             variables = unadapted(variables_of(model)) if frozen is None else frozen
-            reference_BT = self.reference_log_probs(variables, tokens, targets)
+            reference_BT = self.reference_log_probs(variables, tokens, targets, kept)
         is_target_BT = constrain(targets, "batch", "seq") >= 0
         total, count, aux = self.loss(
             policy_BT,
@@ -81,12 +83,14 @@ class Objective:
         total, means = with_layers(model, total, count, aux, layer_metrics, targets, updates)
         return total, count, aux | means
 
-    def reference_log_probs(self, variables: Tree, tokens: jax.Array, targets: jax.Array):
+    def reference_log_probs(self, variables: Tree, tokens: jax.Array, targets: jax.Array, kept):
         """The reference's log-probabilities under its own rules, [B, T], sharded by the active rules."""
         assert self.reference
         with self.reference.trace():
             variables = jax.tree.map(to_device, variables)  # of a copy in the host's memory
             model = self.reference.model.merge(jax.lax.stop_gradient(variables))
             rows = (constrain(x, "batch", "seq") for x in (tokens, targets))
-            log_probs_BT, _ = log_probs_and_metrics(model, *rows, temperature=self.temperature)
+            log_probs_BT, _ = log_probs_and_metrics(
+                model, *rows, temperature=self.temperature, kept=kept
+            )
         return constrain(log_probs_BT, "batch", "seq")

@@ -1,7 +1,8 @@
 """Batches that the model itself makes: it answers prompts, the answers get rewards, and become rows.
 
 Step k's answers depend on the state before it and on (seed, k, prompt, number) alone, so a resumed run
-makes them again. Shapes: B answers, P prompts of a step, G answers of a prompt, T positions, N new tokens.
+makes them again. Shapes: B answers, P prompts of a step, G answers of a prompt, T positions, N new tokens, W bytes of a bit
+for each token of the vocabulary.
 """
 
 import dataclasses
@@ -62,6 +63,13 @@ class Rollout:
         at_least=2,
     )  # fmt: skip
     temperature: float = flag(1.0, "Temperature of the answers.", "data", at_least=0.01)
+    top_k: int = flag(
+        0, "Choose each token among the K likeliest, in training too; 0: among all.", "data", at_least=0
+    )  # fmt: skip
+    top_p: float = flag(
+        1.0, "Choose each token among the fewest that have this share of the probability, in training too.",
+        "data", at_least=0.01, at_most=1.0,
+    )  # fmt: skip
     updates: int = flag(
         1, "Updates from each rollout, of --batch_size answers each; from the second on, ratios are clipped.",
         "optimizer", at_least=1,
@@ -125,6 +133,8 @@ class Online:
             "sampler_log_probs": np.zeros(T, np.float32),
             "advantage": np.zeros((), np.float32),
         }
+        if self.sampler.truncates:
+            filler["kept"] = np.zeros((T, self._bytes), np.uint8)
         if self.flags.updates > 1:
             filler["old_log_probs"] = np.zeros(T, np.float32)
         return Dataset(
@@ -137,6 +147,11 @@ class Online:
             facts=self.questions.facts | {"rewards": self.rewards.names},
             notes=self.questions.notes,
         )
+
+    @property
+    def _bytes(self) -> int:
+        """W."""
+        return -(-self.layout.config.vocab_size // 8)
 
     # ---- training
 
@@ -230,18 +245,18 @@ class Online:
     def _old(self, state: Tree, batch: Tree) -> jax.Array:
         """Log-probabilities of a batch's answers by training's forward pass, before any update, [B, T]."""
         variables = {kind: state[kind] for kind in self.layout.model.shapes}
-        rows = batch["tokens"], batch["targets"]
+        names = ("tokens", "targets", "kept")
+        rows = {name: batch[name] for name in names if name in batch}
 
-        def log_probs(variables, tokens, targets):
+        def log_probs(variables, rows):
             model = self.layout.model.merge(variables)
-            temperature = self.flags.temperature
-            return log_probs_and_metrics(model, tokens, targets, temperature=temperature)[0]
+            return log_probs_and_metrics(model, **rows, temperature=self.flags.temperature)[0]
 
         if "old" not in self._programs:
             self._programs["old"] = self.layout.compile(
-                log_probs, variables, *rows, out_shardings=batch["sampler_log_probs"].sharding
+                log_probs, variables, rows, out_shardings=batch["sampler_log_probs"].sharding
             )
-        return self._programs["old"](variables, *rows)
+        return self._programs["old"](variables, rows)
 
     def _prompts_of(self, k: int, count: int) -> list[tuple[int, Question]]:
         """The prompts of step k with their numbers: each epoch has all of them in an order of its own."""
@@ -262,6 +277,8 @@ class Online:
             "targets": np.full((B, T), -1, np.int32),
             "sampler_log_probs": np.zeros((B, T), np.float32),
         }
+        if self.sampler.truncates:
+            rows["kept"] = np.zeros((B, T, self._bytes), np.uint8)
         for b, question in enumerate(questions):
             written = answers.tokens_BN[b][answers.tokens_BN[b] >= 0]
             both = np.concatenate([question.tokens, written])
@@ -270,6 +287,8 @@ class Online:
             rows["tokens"][b, : len(both) - 1] = both[:-1]
             rows["targets"][b, place] = written
             rows["sampler_log_probs"][b, place] = answers.log_probs_BN[b, : len(written)]
+            if self.sampler.truncates:
+                rows["kept"][b, place] = answers.kept_BNW[b, : len(written)]
         return rows
 
     def _ended(self, answers: Answers) -> np.ndarray:
@@ -313,7 +332,7 @@ class Online:
             asked = part + part[:1] * (self.batch_size - len(part))  # one program for all
             ids_B3 = np.array([(EVALUATION, first + b, 0) for b in range(len(asked))])
             answers = self.sampler(variables, [q.tokens for q in asked], ids_B3)
-            answers = Answers(*(x[: len(part)] for x in answers))
+            answers = answers.first(len(part))
             _, rewards_BF, _ = self._rewarded(part, answers)
             reward = float((rewards_BF @ np.array(self.rewards.weights)).sum())
             sums["reward"] += reward
