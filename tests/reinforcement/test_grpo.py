@@ -135,7 +135,7 @@ def test_training_knows_among_which_tokens_a_token_was_chosen(top_k, top_p):
     chosen_BN = np.take_along_axis(kept_BNV, np.maximum(answers.tokens_BN, 0)[..., None], 2)[..., 0]
     np.testing.assert_array_equal(chosen_BN, written_BN)
     counts = kept_BNV.sum(axis=2)[written_BN]
-    assert 1 < counts.mean() < 257 / 2
+    assert 1 < counts.mean() < 0.6 * 257
     assert not top_k or counts.max() <= top_k
     assert (answers.entropies_BN[written_BN] < np.log(counts) + 1e-5).all()
     assert means["mismatch"] < 2e-6
@@ -301,9 +301,11 @@ def test_later_updates_of_a_rollout_are_clipped_and_resume(tune, tmp_path, quick
         "--eval_every=0",
         "--keep_best=false",
         "--clip_low=0.001",
+        "--top_p=0.9",
     )
     tune(*flags, "--learning_rate=0.02", f"--workdir={whole}")
     assert [n for n, _ in records(whole, "step", "loss")] == [1, 2, 3], "rollouts"
+    assert max(x for (x,) in records(whole, "mismatch")) < 1e-5, "old log-probabilities, truncated"
     clipped = [x for (x,) in records(whole, "clipped")]
     assert clipped[0] == 0, "the warmup begins with a learning rate of 0"
     assert max(clipped) > 0.05
@@ -331,8 +333,9 @@ def test_a_run_learns_what_is_rewarded(tune, tmp_path, quick):
 def test_the_reference_of_an_adapter_is_the_model_without_it(tune, tmp_path, quick):
     workdir = tmp_path / "w"
     out = tune(
-        "--mesh=1x1", "--lora_rank=4", "--kl=0.01", "--learning_rate=0.02", f"--workdir={workdir}"
-    )
+        "--mesh=1x1", "--lora_rank=4", "--kl=0.01", "--learning_rate=0.02", "--top_k=20",
+        f"--workdir={workdir}",
+    )  # fmt: skip
     assert "Reference: the model without its adapter, which takes no more memory" in out
     kls = [kl for (kl,) in records(workdir, "kl")]
     assert kls[0] == pytest.approx(0, abs=1e-6)

@@ -63,9 +63,7 @@ def target_log_probs(
     targets_CRM = in_chunks(targets_BT, config)
     kept_CRMW = None if kept_BTW is None else in_chunks(kept_BTW, config, None)
     settings = config, temperature
-    log_probs_CRM: Any = _log_probs(
-        settings, x_CRMD, table_RVD, bias_RV, (targets_CRM, kept_CRMW)
-    )
+    log_probs_CRM: Any = _log_probs(settings, x_CRMD, table_RVD, bias_RV, (targets_CRM, kept_CRMW))
     B, T = targets_BT.shape
     return from_chunks(log_probs_CRM, (B, T))
 
