@@ -18,6 +18,9 @@ from .shared import NOT_SEEN, Settings, block_of, compute_capability, in_window,
 
 JOINABLE = ("flash", "splash", "triton")  # outputs for several parts of the keys can be joined
 KERNELS = ("auto", "xla", *JOINABLE, "cudnn")  # valid values of Config.attention
+# The kernel's outputs for earlier and for later positions are joined, so it has to be one of JOINABLE:
+RING = "ring"  # of several devices
+SPANS = "spans"  # that see in both directions
 LONGEST_MASK = 8_192  # positions up to which GPUs before Hopper get a mask of T × T for segments
 FLASH_FROM = 8_192  # positions from which `flash` is faster on CPUs than `blockwise`
 
@@ -33,7 +36,8 @@ class Request:
     head_dim: int
     dtype: str
     segments: bool  # whether rows have segment ids
-    exchange: str | None  # between devices that split T, see context.choose_exchange; None: none
+    # between devices that split T, see context.choose_exchange, or SPANS; None: neither
+    exchange: str | None
     soft_cap: bool = False  # whether scores have one
     sinks: bool = False  # whether heads have them
     two_sided: bool = False  # whether a window reaches to later positions too
@@ -58,7 +62,7 @@ def choose_kernel(name: str, request: Request) -> Choice:
     if name == "auto" and platform not in ("tpu", "gpu"):
         name = "xla" if request.seq_len < FLASH_FROM else "flash"
     if name != "auto":
-        unfit = request.soft_cap or request.exchange == "ring"
+        unfit = request.soft_cap or request.exchange in (RING, SPANS)
         if name == "cudnn":
             unfit = unfit or request.two_sided
         if name == "xla":
@@ -95,8 +99,8 @@ def _obstacle_of_cudnn(request: Request, capability: float) -> str:
         return request.dtype
     if request.head_dim > 128 and capability < 9:
         return f"a head dim of {request.head_dim}"
-    if request.exchange == "ring":
-        return "a ring"
+    if request.exchange in (RING, SPANS):
+        return {RING: "a ring", SPANS: "spans that see both ways"}[request.exchange]
     if request.soft_cap:
         return "soft caps"
     if request.two_sided:

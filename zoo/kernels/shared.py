@@ -24,12 +24,32 @@ class Settings:
     ring: tuple[str, ...] = ()  # mesh axes that split T between devices
     devices: int = 1  # on the ring
     striped: bool = False  # whether device d of n has the positions d, d + n, d + 2n, …
-    around: Any = None  # makes of a kernel's two functions those for the keys of all devices
+    # Makes of a kernel's two functions those for more keys than it is called with.
+    around: Any = None
+    # Whether this is a pass over rows in reverse, for later positions: devices on a ring count from the
+    # last one, and a position does not see itself.
+    reverse: bool = False
+
+    @property
+    def blind(self) -> bool:
+        """Whether a call may have queries that see no key."""
+        return self.reverse or bool(self.ring)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     """Limits x smoothly to ±cap (Bello et al. 2017); None: returns x."""
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def joined(out, log_sum, new_out, new_log_sum):
+    """Joins outputs of two sets of keys by their shares in the softmax's denominator.
+
+    Returns: (output [B, N, T, H], logarithm of the denominator [B, N, T]), as those that it takes.
+    """
+    total = jnp.logaddexp(log_sum, new_log_sum)
+    old_share = jnp.exp(log_sum - total)[..., None]
+    new_share = jnp.exp(new_log_sum - total)[..., None]
+    return out * old_share + new_out * new_share, total
 
 
 def in_window(age, window: int | None, slack: int = 0):

@@ -26,7 +26,7 @@ def splash(settings: Settings, q_BNTH, kv, ids_BT, offset):
     kernel = tpu.SplashAttentionKernel(*masks, **options)
     ids = tpu.SegmentIds(ids_BT, kv[2])
     out, (log_sum,) = jax.vmap(kernel)(q_BNTH * q_BNTH.shape[-1] ** -0.5, *kv[:2], ids)
-    if not settings.ring:  # each position sees itself
+    if not settings.blind:
         return out, log_sum
     nothing = log_sum < NOT_SEEN  # the kernel divides by zero
     return jnp.where(nothing[..., None], 0, out), jnp.maximum(log_sum, NOT_SEEN)

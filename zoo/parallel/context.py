@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..kernels.shared import NOT_SEEN, Settings
+from ..kernels.shared import NOT_SEEN, Settings, joined
 from ..core.attention import RowLayout
 from ..core.sharding import Axis, constrain, mesh_axes, reshape, shards
 
@@ -113,16 +113,17 @@ def hops_of(settings: Settings) -> int:
 def offset_of(settings: Settings, hop):
     """The offset between queries and keys that came `hop` devices, as in flash.flash."""
     here = jax.lax.axis_index(settings.ring)
+    if settings.reverse:
+        here = settings.devices - 1 - here
     there = (here - hop) % settings.devices
-    return (
-        -(there > here).astype(jnp.int32)
-        if settings.striped
-        else (here - there) * settings.positions
-    )
+    if settings.striped:
+        return -(there > here).astype(jnp.int32)
+    return (here - there) * settings.positions - int(settings.reverse)
 
 
 def send(settings: Settings, arrays, hops: int):
-    """Sends arrays to the device that is `hops` further on the ring."""
+    """Sends arrays to the device that is `hops` further on the ring, or before on a reversed one."""
+    hops = -hops if settings.reverse else hops
     pairs = [(i, (i + hops) % settings.devices) for i in range(settings.devices)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, settings.ring, pairs), arrays)
 
@@ -137,11 +138,7 @@ def _outputs(kernel, settings: Settings, q_BNTH, own_kv, ids_BT, _):
     hops = hops_of(settings)
 
     def join(kv, hop, out, log_sum):
-        new_out, new_log_sum = kernel(settings, q_BNTH, kv, ids_BT, offset_of(settings, hop))
-        total = jnp.logaddexp(log_sum, new_log_sum)
-        old_share = jnp.exp(log_sum - total)[..., None]
-        new_share = jnp.exp(new_log_sum - total)[..., None]
-        return out * old_share + new_out * new_share, total
+        return joined(out, log_sum, *kernel(settings, q_BNTH, kv, ids_BT, offset_of(settings, hop)))
 
     def hop_on(carry, hop):
         kv, *sums = carry

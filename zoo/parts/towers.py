@@ -19,7 +19,7 @@ from ..core.layers import AttentionType, add_output
 from ..core.sharding import constrain
 from ..core.stack import stack
 from ..options.periods import scan_by_kind
-from ..core.strategies import DECODER
+from ..core.strategies import DECODER, LAYERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +79,15 @@ class Layer(nnx.Module):
 
 
 class Tower(nnx.Module):
-    """x_BTD → x_BTD: stacked layers and a norm."""
+    """x_BTD → x_BTD: stacked layers and a norm.
 
-    def __init__(self, config: TowerConfig, *, rngs: nnx.Rngs):
+    Args:
+      axis: the logical axis of L.
+    """
+
+    def __init__(self, config: TowerConfig, axis: str = LAYERS, *, rngs: nnx.Rngs):
         self.config = config
-        self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs)
+        self.layers = stack(functools.partial(Layer, config), config.num_layers, rngs, axis)
         self.final_norm = layer_norm(config.embed, config.norm_eps, config.dtype)
 
     def __call__(self, x_BTD) -> jax.Array:

@@ -60,6 +60,8 @@ class AbstractModel(NamedTuple):
     positions: int = 1  # of an example, of a user's model without tokens
     phases: Phases | None = None  # of a loss over all pairs
     loss: Callable[..., tuple] = own_loss  # (model, **batch) → (sum, count, {name: (sum, count)})
+    # (array of a batch, the logical axes of its first dims), of arrays that are not [B, T, ...].
+    batch_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def merge(self, variables: Tree) -> Any:
         """Builds the model from its variables, arrays or tracers.
@@ -102,7 +104,12 @@ def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
         variables[kind] = {path: Variable(x, axes_of[path]) for path, x in paths(tree).items()}
     has_phases = {"embed_pairs", "compare"} <= {*dir(type(model))}
     phases = Phases(own_embed_pairs, own_compare) if has_phases else None
-    return AbstractModel(graph, states, shapes, axes, variables, names, recurrences, phases=phases)
+    stated: Any = type(model)
+    batch_axes = tuple(stated.batch_axes.items()) if "batch_axes" in dir(stated) else ()
+    return AbstractModel(
+        graph, states, shapes, axes, variables, names, recurrences,
+        phases=phases, batch_axes=batch_axes,
+    )  # fmt: skip
 
 
 def variables_of(model: nnx.Module) -> Tree:

@@ -93,12 +93,22 @@ class Layout:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Logical axes of the first dims of a batch's arrays: rows, and positions if it has any."""
+        """Logical axes of the first dims of a batch's arrays: rows, and positions if it has any.
+
+        A model states the axes of arrays that differ, such as those of pictures.
+        """
         return ("batch", *self.names.positions[:1])
 
     def batch_shardings(self, batch: Tree) -> Tree:
         """The sharding of each array of a batch, given the arrays, ShapeDtypeStructs or one."""
-        return jax.tree.map(lambda x: self.sharding(*self.batch_axes[: len(x.shape)]), batch)
+        stated = dict(self.model.batch_axes)
+
+        def sharding(path, x) -> NamedSharding:
+            name = str(path[-1].key) if path and "key" in dir(path[-1]) else ""
+            axes = stated.get(name, self.batch_axes)
+            return self.sharding(*axes[: len(x.shape)])
+
+        return jax.tree_util.tree_map_with_path(sharding, batch)
 
     def count_shards(self, *axes: str) -> int:
         """Number of parts into which these logical axes are divided."""

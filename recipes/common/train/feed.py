@@ -39,15 +39,15 @@ def to_devices(rows: Tree, layout: Layout) -> Tree:
         return jax.device_put(rows, layout.batch_shardings(rows))
     place = {row: i for i, row in enumerate(layout.process_rows.tolist())}
 
-    def put(x: np.ndarray) -> jax.Array:
+    def put(x: np.ndarray, sharding) -> jax.Array:
         def part(index) -> np.ndarray:
             first, last, _ = index[0].indices(layout.batch_size)
             return x[place[first] : place[first] + last - first, *index[1:]]
 
         shape = (layout.batch_size, *x.shape[1:])
-        return jax.make_array_from_callback(shape, layout.batch_shardings(x), part)
+        return jax.make_array_from_callback(shape, sharding, part)
 
-    return jax.tree.map(put, rows)
+    return jax.tree.map(put, rows, layout.batch_shardings(rows))
 
 
 def check_ids(rows: Tree, vocab_size: int) -> None:
