@@ -126,8 +126,9 @@ def wrong_imports(path) -> Iterator[str]:
             yield from (name for name in ours if not name.startswith("zoo."))
             yield from re.findall("^ *(?:import|from) zoo.*", (ROOT / path).read_text(), re.M)
             yield from libraries(path) - {"jax", "flax"}
-            # An entry needs no other; llama_relatives.py adds options to one.
-            extended = {"transformer"} if path.stem == "llama_relatives" else set()
+            # An entry needs no other; llama_relatives.py adds options to one, and a tower another.
+            extends = {"llama_relatives": {"transformer"}, "gemma3_vision": {"gemma3"}}
+            extended = extends.get(path.stem, set())
             yield from () if path.stem == LAST else of_zoo - extended - {*ROOMS}
         case "data":
             yield from (name for name in ours if not f"{name}.".startswith("data."))
