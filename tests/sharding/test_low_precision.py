@@ -90,6 +90,8 @@ CASES = [
     ("gpt2", "2x2x2", "fsdp_tp_sp", INT8 | ONE),
     ("gemma3", "4x2", "fsdp_tp", INT8 | {"num_layers": 2}),
     ("qwen3_next", SEQ_MODEL, "fsdp_cp_tp", INT8 | {"num_layers": 2}),
+    ("hybrid", SEQ_MODEL, "fsdp_cp_tp", INT8 | {"num_layers": 4}),
+    ("hybrid", "1x8", "tp", INT8 | {"num_layers": 4, "mamba_heads": 8, "mamba_groups": 2}),
     ("vit", "4x2", "fsdp_tp", INT8 | ONE),
     ("gemma4", "4x2", "fsdp_tp", INT8 | {"num_layers": 4, "shared_layers": 2, "layer_embed": 8}),
 ]

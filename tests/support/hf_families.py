@@ -590,5 +590,8 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
         *("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "gate_proj"),
     ],
     "lfm2": ["in_proj"],  # of a convolution, b, c and x share an A
+    "granitemoehybrid": [  # of Mamba-2, gate, x, b, c and step share an A; of the MLP, gate and up
+        *("q_proj", "o_proj", "in_proj", "shared_mlp.input_linear"),
+    ],
     "nemotron_h": ["q_proj", "o_proj", "in_proj", "up_proj"],
 }  # fmt: skip
