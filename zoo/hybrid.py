@@ -6,9 +6,9 @@ Each layer is one sublayer, x + f(norm(x)), and `Config.pattern` says which f, a
     C  a gated short convolution (LFM2; short_convolution.py)
     *  attention: grouped queries, with or without rotary embeddings
     -  an MLP: SwiGLU, or squared ReLU without a gate
-    E  experts, with or without an MLP beside them
+    E  experts, with or without an MLP beside them; of the same kind as the MLPs
 
-So Nemotron-H, Granite 4 and LFM2 are one program. The first counts its layers like this; the others
+So Nemotron-H, Nemotron 3, Granite 4 and LFM2 are one program. Nemotron's layers are counted like this; the others
 count a layer and the MLP or the experts after it as one. A pattern needs no period: stretches.py.
 
 Shapes: B batch, T positions, D embed, F mlp, E experts, V vocab, L layers; mamba.py has those of Mamba-2.
@@ -23,12 +23,12 @@ from typing import Any
 
 from flax import nnx
 
-from .core.config import bounded, one_of
+from .core.config import bounded, factor, one_of
 from .core.decoder import Decoder
 from .core.layers import AttentionType, GatedMLP, RopeScaling, add_output
 from .core.sharding import Rules, complete_tables
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
-from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, feed_forward
+from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, even_load, feed_forward
 from .options import stretches, unlike_layers
 from .options.cache import ATTENTION
 from .options.llama_options import LlamaOptions, embed_scaled, make_attention, make_norms
@@ -62,14 +62,17 @@ class Config(LlamaOptions):
     conv_width: int = 4  # W, positions that a convolution sees
     conv_bias: bool = True  # of Mamba-2's convolution
     least_step: float = 0.0  # of Mamba-2: the least Δ
-    activation: str = one_of("swiglu", ACTIVATIONS)  # of MLPs
+    activation: str = one_of("swiglu", ACTIVATIONS)  # of MLPs and experts
     num_experts: int = bounded(0, least=0)
     experts_per_token: int = bounded(0, least=0)
     shared_mlp: int = bounded(0, least=0)  # hidden width of an MLP beside the experts; 0: none
     dense_mlp: int = bounded(0, least=0)  # hidden width of MLPs of other layers; 0: mlp
     capacity: float | None = 1.25
     normalize: bool = True
+    sigmoid: bool = False
+    route_scale: float = factor(1.0)
     balance_weight: float = 1e-3
+    balance_rate: float = 0.0
     norm_eps: float = 1e-5
     rope_theta: float | None = None  # None: no rotary embeddings
     rope_scaling: RopeScaling | None = None
@@ -137,6 +140,8 @@ class Config(LlamaOptions):
             )
         if has_experts:
             check_experts(self)
+        if self.balance_rate and not self.sigmoid:
+            raise ValueError(f"balance_rate={self.balance_rate} needs sigmoid=True")
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -168,6 +173,17 @@ class Config(LlamaOptions):
     def lfm2_1b(cls) -> "Config":
         """1,170,340,608 parameters. LFM2 1.2B."""
         return lfm2(embed=2_048, num_heads=32, mlp=8_192)
+
+    @classmethod
+    def lfm2_8b_a1b(cls) -> "Config":
+        """0 parameters. LFM2 8B-A1B."""
+        mixers = "CC*" + "CCC*" * 4 + "CC*CC"
+        return cls(
+            65_536, 2_048, 48, num_heads=32, num_kv_heads=8, head_dim=64, mlp=1_792,
+            pattern="C-C-" + "".join(mixer + "E" for mixer in mixers[2:]), conv_width=3,
+            qk_norm=True, rope_theta=1e6, num_experts=32, experts_per_token=4, dense_mlp=7_168,
+            sigmoid=True, capacity=None, remat="dispatched",
+        )  # fmt: skip
 
     @classmethod
     def granite4_h_micro(cls) -> "Config":
@@ -217,6 +233,18 @@ class Config(LlamaOptions):
             activation="relu2", least_step=1e-3, tie_embeddings=False,
         )  # fmt: skip
 
+    @classmethod
+    def nemotron3_nano_30b(cls) -> "Config":
+        """0 parameters. Nemotron 3 Nano 30B-A3B."""
+        pattern = "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME"
+        return cls(
+            131_072, 2_688, 52, num_heads=32, num_kv_heads=2, head_dim=128, mlp=1_856,
+            pattern=pattern, mamba_heads=64, mamba_groups=8, activation="relu2",
+            least_step=1e-3, num_experts=128, experts_per_token=6, shared_mlp=3_712,
+            sigmoid=True, route_scale=2.5, capacity=None, tie_embeddings=False,
+            remat="dispatched",
+        )  # fmt: skip
+
 
 def lfm2(embed: int, num_heads: int, mlp: int) -> Config:
     """LFM2 of 16 layers, six of which attend."""
@@ -231,11 +259,13 @@ SIZES = {
     "small": Config.small,
     "lfm2_350m": Config.lfm2_350m,
     "lfm2_1b": Config.lfm2_1b,
+    "lfm2_8b_a1b": Config.lfm2_8b_a1b,
     "granite4_h_micro": Config.granite4_h_micro,
     "granite4_h_tiny": Config.granite4_h_tiny,
     "granite4_h_small": Config.granite4_h_small,
     "nemotron_h_8b": Config.nemotron_h_8b,
     "nemotron_nano_9b": Config.nemotron_nano_9b,
+    "nemotron3_nano_30b": Config.nemotron3_nano_30b,
 }
 
 AXES = with_states(EXPERT_DECODER)
@@ -252,8 +282,7 @@ class Layer(nnx.Module):
             ATTENTION: make_attention,
         }
         self.mixer: Any = mixers[stack](config, rngs=rngs) if stack in mixers else None
-        routed = functools.partial(GatedExperts, biased=False, normalize=config.normalize)
-        self.experts = routed(config, rngs=rngs) if stack == EXPERTS else None
+        self.experts = make_routed(config, rngs=rngs) if stack == EXPERTS else None
         width = {MLP: config.dense_mlp or config.mlp, EXPERTS: config.shared_mlp}.get(stack)
         self.mlp = make_mlp(config, width, rngs=rngs) if width else None
         self.mlp_gate = None
@@ -269,6 +298,19 @@ class Layer(nnx.Module):
         return add_output(x_BTD, out_BTD, self.post_norm, self.scale), kept, metrics
 
 
+def make_routed(config: Config, *, rngs: nnx.Rngs) -> GatedExperts:
+    """Experts with config.activation, whose choice has biases if scores are sigmoids."""
+    return GatedExperts(
+        config,
+        biased=config.sigmoid,
+        normalize=config.normalize,
+        sigmoid=config.sigmoid,
+        scale=config.route_scale,
+        activation=None if config.activation == "swiglu" else squared_relu,
+        rngs=rngs,
+    )
+
+
 def make_mlp(config: Config, width: int, *, rngs: nnx.Rngs) -> GatedMLP | PlainMLP:
     """An MLP with config.activation."""
     if config.activation == "swiglu":
@@ -277,7 +319,10 @@ def make_mlp(config: Config, width: int, *, rngs: nnx.Rngs) -> GatedMLP | PlainM
 
 
 class Hybrid(Decoder):
-    """Tokens in, next-token logits out. A cache has keys of the layers that attend, and states."""
+    """Tokens in, next-token logits out. A cache has keys of the layers that attend, and states.
+
+    With balance_rate, a call of `loss` also moves the biases of sigmoids.
+    """
 
     axes = AXES
     embed_tokens = embed_scaled
@@ -290,6 +335,10 @@ class Hybrid(Decoder):
     @property
     def costs(self) -> dict[str, float]:
         return {"balance": self.config.balance_weight} if self.config.num_experts else {}
+
+    def update_buffers(self, objective):
+        if self.config.balance_rate:
+            even_load(objective, self.config.balance_rate, self.layers[EXPERTS])
 
 
 complete = functools.partial(complete_tables, AXES.logical_axes)

@@ -552,6 +552,23 @@ FAMILIES |= {  # Mamba-2 and short convolutions beside attention; groups that no
         | {"conv_kernel": 3, "layer_norm_epsilon": 0.1, "time_step_min": 0.5},
         "bfloat16", meshes=FOR_DELTA[::2],
     ),
+    "lfm2_moe": Family(
+        "Lfm2MoeConfig",
+        SMALL | HYBRID | {"layer_types": ["conv", FULL, "conv", "conv"], "norm_eps": 0.1}
+        | {"conv_L_cache": 4, "num_dense_layers": 1, "moe_intermediate_size": 24}
+        | {"num_experts": 8, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5},
+        "bfloat16", meshes=FOR_DELTA,
+    ),
+    "nemotron3": Family(
+        "NemotronHConfig",
+        SMALL | HYBRID
+        | {"layers_block_type": [LINEAR_LAYER, "moe", FULL, "mlp", LINEAR_LAYER, "moe"]}
+        | {"mamba_num_heads": 6, "n_groups": 3, "ssm_state_size": 7, "mamba_head_dim": 5}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 2.5}
+        | {"layer_norm_epsilon": 0.1, "time_step_min": 0.5},
+        "bfloat16", meshes=FOR_DELTA,
+    ),
 }  # fmt: skip
 NOT_GOLDEN = {"granitehybrid_dense"}
 NOT_GOLDEN |= {"qwen3_moe_dense", "phi3_short", "odd_qwen2_moe", "glm"}

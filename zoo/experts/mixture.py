@@ -7,6 +7,7 @@ G groups of experts.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -133,6 +134,7 @@ class GatedExperts(nnx.Module):
     Args:
       biased: whether the choice has a Balance bias.
       scale: of the sum.
+      activation: of experts without a gate, down(activation(up(x))); None: SwiGLU.
       routing: fields of Routing.
     """
 
@@ -142,6 +144,7 @@ class GatedExperts(nnx.Module):
         *,
         biased: bool,
         scale: float = 1.0,
+        activation: Callable | None = None,
         rngs: nnx.Rngs,
         **routing: Any,
     ):
@@ -151,20 +154,24 @@ class GatedExperts(nnx.Module):
         self.scale = scale
         self.routing = Routing(**routing)
         self.router = param(rngs, (D, E), ("norm", "router"), D**-0.5)
-        self.gate = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
+        self.activation = activation
+        gate = activation is None
+        self.gate: Any = (
+            param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5) if gate else None
+        )
         self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
         self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), down_stddev)
         self.bias = zeros((E,), ("router",), Balance) if biased else None
 
     def __call__(self, x_BTD, inputs: AttentionInputs):
         """Returns the output to add to the residual, and the metrics of `measure`; see `mix`."""
+        expert: Callable = swiglu
+        weights = (self.gate, self.up, self.down)
+        if self.activation is not None:
+            expert = functools.partial(without_gate, self.activation)
+            weights = weights[1:]
         return mix(
-            x_BTD,
-            self.config,
-            inputs,
-            route=self.route,
-            expert=swiglu,
-            weights=(self.gate, self.up, self.down),
+            x_BTD, self.config, inputs, route=self.route, expert=expert, weights=weights
         )
 
     def route(self, x_BTD, counted_BT, slots: int, load_limit: float = 0.0):
@@ -208,6 +215,10 @@ def in_best_groups(scores_BTE, routing: Routing) -> jax.Array:
 
 def swiglu(product, x, gate, up, down):
     return product(jax.nn.silu(product(x, gate)) * product(x, up), down)
+
+
+def without_gate(activation: Callable, product, x, up, down):
+    return product(activation(product(x, up)), down)
 
 
 def mix(x_BTD, config, inputs: AttentionInputs, *, route, expert, weights) -> tuple:

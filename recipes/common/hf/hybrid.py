@@ -1,6 +1,6 @@
-"""Hybrids (zoo/hybrid.py): LFM2, Granite 4 and Nemotron-H, as rows of relative.py.
+"""Hybrids (zoo/hybrid.py): LFM2, Granite 4, Nemotron-H and Nemotron 3, as rows of relative.py.
 
-A layer of LFM2 or Granite is two of ours, its mixer and its MLP or experts; one of Nemotron-H is one.
+A layer of LFM2 or Granite is two of ours, its mixer and its MLP or experts; one of Nemotron is one.
 """
 
 import dataclasses
@@ -92,10 +92,20 @@ def lfm2_tensors(config: Config) -> Table:
         "mlp/up": (f"{at}.feed_forward.w3.weight", "DF", "F D"),
         "mlp/down": (f"{at}.feed_forward.w2.weight", "FD", "D F"),
     }
+    routed = f"{at}.feed_forward"
+    experts = {
+        "norm/scale": (f"{at}.ffn_norm.weight", "D", "D"),
+        "experts/router": (f"{routed}.gate.weight", "DE", "E D"),
+        "experts/bias": (f"{routed}.expert_bias", "E", "E"),
+        "experts/gate": (f"{routed}.experts.{{}}.w1.weight", "DF", "F D"),
+        "experts/up": (f"{routed}.experts.{{}}.w3.weight", "DF", "F D"),
+        "experts/down": (f"{routed}.experts.{{}}.w2.weight", "FD", "D F"),
+    }
     layers = {
         "C": norm | convolution,
         "*": norm | renamed(ATTENDS, "o_proj", "out_proj") | norms,
         "-": mlp,
+        "E": experts,
     }
     outside = OUTSIDE | {"final_norm/scale": ("model.embedding_norm.weight", "D", "D")}
     return outside | of_layers(config, layers, per_layer=2)
@@ -135,10 +145,18 @@ def nemotron_tensors(config: Config) -> Table:
         "mlp/down": (f"{at}.mixer.down_proj.weight", "FD", "D F"),
         "mlp/down_bias": (f"{at}.mixer.down_proj.bias", "D", "D"),
     }
+    routed = f"{at}.mixer"
+    experts = {
+        "experts/router": (f"{routed}.gate.weight", "DE", "E D"),
+        "experts/bias": (f"{routed}.gate.e_score_correction_bias", "E", "E"),
+        "experts/up": (f"{routed}.experts.{{}}.up_proj.weight", "DF", "F D"),
+        "experts/down": (f"{routed}.experts.{{}}.down_proj.weight", "FD", "D F"),
+    }
     layers = {
         "M": norm | mamba_tensors(config, f"{at}.mixer"),
         "*": norm | renamed(ATTENDS, ATTENTION, f"{at}.mixer"),
         "-": norm | mlp,
+        "E": norm | experts | renamed(mlp, ".mixer.", ".mixer.shared_experts."),
     }
     outside = OUTSIDE | {
         "embed": ("backbone.embeddings.weight", "VD", "V D"),
@@ -169,7 +187,7 @@ def of_layers(config: Config, layers: dict[str, Table], per_layer: int) -> Table
 LFM2_TYPES = {"conv": "C", GLOBAL: "*"}
 GRANITE_TYPES = {"mamba": "M", "attention": "*", "linear_attention": "M", GLOBAL: "*"}
 NEMOTRON_TYPES = {
-    "linear_attention": "M", GLOBAL: "*", "mlp": "-", "mamba": "M", "attention": "*",
+    "linear_attention": "M", GLOBAL: "*", "mlp": "-", "moe": "E", "mamba": "M", "attention": "*",
 }  # fmt: skip
 OVERRIDE = "hybrid_override_pattern"
 
@@ -250,6 +268,34 @@ def lfm2_json(config: Config) -> dict[str, Any]:
     }
 
 
+DENSE = "num_dense_layers"
+
+
+def lfm2_moe_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """The keys of `lfm2_keys`; an MLP's width is what it says."""
+    return lfm2_keys(keys | {"block_auto_adjust_ff_dim": False}, path)
+
+
+def lfm2_moe_fields(file: ConfigFile) -> dict[str, Any]:
+    mixers = letters(file, "layer_types", LFM2_TYPES)
+    dense = file.keys.get(DENSE)
+    if type(dense) is not int or not 0 <= dense < len(mixers):
+        raise file.refused(DENSE, dense)
+    order = "".join(mixer + ("-" if n < dense else "E") for n, mixer in enumerate(mixers))
+    dense_mlp = {"dense_mlp": file.number("intermediate_size")} if dense else {}
+    return pattern_fields(file, order, per_layer=2) | dense_mlp
+
+
+def lfm2_moe_json(config: Config) -> dict[str, Any]:
+    written = lfm2_json(config)
+    del written["block_auto_adjust_ff_dim"]
+    return written | {
+        DENSE: config.order.count("-"),
+        "intermediate_size": config.dense_mlp or config.mlp,
+        "use_expert_bias": True,
+    }
+
+
 INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 LIMITS = "time_step_limit"
 ROUTED = "num_routed_experts"  # our name for Granite's num_local_experts
@@ -314,6 +360,11 @@ def granite_json(config: Config) -> dict[str, Any]:
     }
 
 
+WIDTH = "moe_intermediate_size"
+SHARED = "moe_shared_expert_intermediate_size"
+NUMBER = "n_routed_experts"
+
+
 def nemotron_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     """Keys with a list of the layers, which older files have as a string."""
     types = keys.get("layers_block_type") or keys.get("layer_types")
@@ -326,12 +377,40 @@ def nemotron_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
 
 def nemotron_fields(file: ConfigFile) -> dict[str, Any]:
     order = letters(file, "layer_types", NEMOTRON_TYPES)
+    fields: dict[str, Any] = {"mlp": file.number("intermediate_size")}
+    if "E" in order:
+        fields = {
+            "mlp": file.number(WIDTH),
+            "shared_mlp": file.number(SHARED),
+            "num_experts": file.number(NUMBER),
+            "experts_per_token": file.number("num_experts_per_tok"),
+            "normalize": file.keys.get("norm_topk_prob") is not False,
+            "route_scale": file.number("routed_scaling_factor", 1.0, float),
+            "sigmoid": True,
+        }
+        if "-" in order:
+            fields["dense_mlp"] = file.number("intermediate_size")
     # transformers bounds steps from below by this number, which once was for the first values alone.
-    return pattern_fields(file, order) | {"least_step": file.number("time_step_min", 1e-3, float)}
+    fields["least_step"] = file.number("time_step_min", 1e-3, float)
+    return fields | pattern_fields(file, order)
 
 
 def nemotron_json(config: Config) -> dict[str, Any]:
-    return {
+    experts = {}
+    if config.num_experts:
+        experts = {
+            WIDTH: config.mlp,
+            SHARED: config.shared_mlp,
+            NUMBER: config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "norm_topk_prob": config.normalize,
+            "routed_scaling_factor": config.route_scale,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    return experts | {
+        "intermediate_size": config.dense_mlp or config.mlp,
         OVERRIDE: config.order,
         "num_hidden_layers": len(config.order),
         "layer_norm_epsilon": config.norm_eps,
@@ -371,6 +450,30 @@ ROWS = (
         refused={"conv_bias": (False,)},
     ),
     row(
+        architecture="Lfm2MoeForCausalLM",
+        model_type="lfm2_moe",
+        tensors=lfm2_tensors,
+        layers=attends(1e6),
+        theta=1e6,
+        sizes=SIZES
+        | {
+            "mlp": "moe_intermediate_size",
+            "conv_width": "conv_L_cache",
+            "num_experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+        },
+        fixed={"qk_norm": True, "sigmoid": True},
+        options={"normalize": "norm_topk_prob", "route_scale": "routed_scaling_factor"},
+        defaults={
+            "conv_L_cache": 3, "num_key_value_heads": 8, "intermediate_size": 7_168,
+            "moe_intermediate_size": 1_792, "num_experts": 32, "num_experts_per_tok": 4, DENSE: 2,
+        },
+        keys_from=lfm2_moe_keys,
+        fields_from=lfm2_moe_fields,
+        fields_to=lfm2_moe_json,
+        refused={"conv_bias": (False,), "use_expert_bias": (True,)},
+    ),
+    row(
         architecture="GraniteMoeHybridForCausalLM",
         model_type="granitemoehybrid",
         tensors=granite_tensors,
@@ -398,7 +501,6 @@ ROWS = (
         layers=attends(None),
         sizes=SIZES
         | {
-            "mlp": "intermediate_size",
             "mamba_heads": "mamba_num_heads",
             "mamba_head_dim": "mamba_head_dim",
             "mamba_state_dim": "ssm_state_size",
@@ -418,7 +520,8 @@ ROWS = (
         own_code=True,
         refused={
             "use_bias": (False,), "mamba_proj_bias": (False,), "mlp_hidden_act": ("relu2",),
-            "mamba_hidden_act": ("silu",), "sliding_window": (),
+            "mamba_hidden_act": ("silu",), "sliding_window": (), "n_group": (1,), "topk_group": (1,),
+            "moe_latent_size": (),
         },
     ),
 )  # fmt: skip
@@ -433,9 +536,8 @@ def in_backbone(name: str) -> str:
     return re.sub(r"\bmodel\.(layers|embeddings|norm_f)\.", r"backbone.\1.", name)
 
 
-LFM2, GRANITE, NEMOTRON = (one.family for one in ROWS)
+*OTHERS, NEMOTRON = (one.family for one in ROWS)
 FAMILIES = (
-    LFM2,
-    GRANITE,
+    *OTHERS,
     dataclasses.replace(NEMOTRON, peft_name=peft_name, canonical=in_backbone),
 )
