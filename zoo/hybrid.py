@@ -3,12 +3,13 @@
 Each layer is one sublayer, x + f(norm(x)), and `Config.pattern` says which f, a letter a layer:
 
     M  Mamba-2 (Dao & Gu 2024; mamba.py), whose state doesn't grow with T
+    P  attention and Mamba-2 side by side, which read one input and are added up (Falcon-H1)
     C  a gated short convolution (LFM2; short_convolution.py)
     *  attention: grouped queries, with or without rotary embeddings
     -  an MLP: SwiGLU, or squared ReLU without a gate
     E  experts, with or without an MLP beside them; of the same kind as the MLPs
 
-So Nemotron-H, Nemotron 3, Granite 4 and LFM2 are one program. Nemotron's layers are counted like this; the others
+So Nemotron-H, Nemotron 3, Granite 4, Falcon-H1 and LFM2 are one program. Nemotron's layers are counted like this; the others
 count a layer and the MLP or the experts after it as one. A pattern needs no period: stretches.py.
 
 Shapes: B batch, T positions, D embed, F mlp, E experts, V vocab, L layers; mamba.py has those of Mamba-2.
@@ -21,6 +22,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 from flax import nnx
 
 from .core.config import bounded, factor, one_of
@@ -30,16 +32,20 @@ from .core.sharding import Rules, complete_tables
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, even_load, feed_forward
 from .options import stretches, unlike_layers
-from .options.cache import ATTENTION
+from .options.cache import ATTENTION, SIDE_BY_SIDE
 from .options.llama_options import LlamaOptions, embed_scaled, make_attention, make_norms
 from .parts.gelu import PlainMLP, squared_relu
 from .parts.norms import apply_norm
-from .recurrent.mamba import Mamba2
+from .recurrent.mamba import Mamba2, scaled
 from .recurrent.short_convolution import ShortConvolution
 from .recurrent.state import KEY_HEADS, with_states
 
 MAMBA, CONVOLUTION, MLP, EXPERTS = "mamba", "convolution", "mlp", "experts"
-STACKS = {"M": MAMBA, "C": CONVOLUTION, "*": ATTENTION, "-": MLP, "E": EXPERTS}
+STACKS = {
+    **{"M": MAMBA, "P": SIDE_BY_SIDE, "C": CONVOLUTION, "*": ATTENTION},
+    **{"-": MLP, "E": EXPERTS},
+}
+ATTENDS = "*P"
 ACTIVATIONS = ("swiglu", "relu2")
 
 
@@ -62,6 +68,13 @@ class Config(LlamaOptions):
     conv_width: int = 4  # W, positions that a convolution sees
     conv_bias: bool = True  # of Mamba-2's convolution
     least_step: float = 0.0  # of Mamba-2: the least Δ
+    mamba_norm: bool = True  # a gated norm of its output; False: the gate alone
+    # Factors of Mamba-2's gate, x, B, C and Δ as projected (Falcon-H1, as the next four); (): none.
+    mamba_scales: tuple[float, ...] = ()
+    mamba_out_scale: float = factor(1.0)  # in P: of Mamba-2's output
+    attention_out_scale: float = factor(1.0)  # in P: of attention's output
+    key_scale: float = factor(1.0)  # in P: of keys
+    mlp_scales: tuple[float, ...] = ()  # of SwiGLU: of the gate before silu, and of the output
     activation: str = one_of("swiglu", ACTIVATIONS)  # of MLPs and experts
     num_experts: int = bounded(0, least=0)
     experts_per_token: int = bounded(0, least=0)
@@ -106,15 +119,22 @@ class Config(LlamaOptions):
     def kinds(self) -> tuple[AttentionType, ...]:
         (attends,) = self.attention_kinds
         other = AttentionType(None, None)
-        return tuple(attends if letter == "*" else other for letter in self.pattern)
+        return tuple(attends if letter in ATTENDS else other for letter in self.pattern)
 
     def __post_init__(self):
         if unknown := {*self.pattern} - {*STACKS}:
             raise ValueError(
                 f"pattern={self.pattern!r} has {min(unknown)!r}, which is not one of {' '.join(STACKS)}"
             )
-        if "*" not in self.pattern:
-            raise ValueError(f"pattern={self.pattern!r} has no layer that attends, *")
+        if not {*self.pattern} & {*ATTENDS}:
+            raise ValueError(f"pattern={self.pattern!r} has no layer that attends, * or P")
+        for name, count in (("mamba_scales", 5), ("mlp_scales", 2)):
+            scales = tuple(getattr(self, name))  # saved configs have lists
+            object.__setattr__(self, name, scales)
+            if len(scales) not in (0, count):
+                raise ValueError(f"{name} has {len(scales)} factors, not {count} or none")
+        if self.mlp_scales and (self.activation != "swiglu" or self.mlp_bias):
+            raise ValueError("mlp_scales need activation='swiglu' without mlp_bias")
         super().__post_init__()
         # The shortest pattern of this order: equal models have equal Configs.
         order = self.order
@@ -162,7 +182,7 @@ class Config(LlamaOptions):
             mamba_heads=8, mamba_groups=4, mamba_head_dim=32, mamba_state_dim=32, remat="dots",
         )  # fmt: skip
 
-    # Of published models, Granite's other multipliers are in their folders alone.
+    # Of published models, Granite's other multipliers and all of Falcon's are in their folders alone.
 
     @classmethod
     def lfm2_350m(cls) -> "Config":
@@ -176,7 +196,7 @@ class Config(LlamaOptions):
 
     @classmethod
     def lfm2_8b_a1b(cls) -> "Config":
-        """0 parameters. LFM2 8B-A1B."""
+        """8,339,929,856 parameters. 1,557,740,288 of them active. LFM2 8B-A1B."""
         mixers = "CC*" + "CCC*" * 4 + "CC*CC"
         return cls(
             65_536, 2_048, 48, num_heads=32, num_kv_heads=8, head_dim=64, mlp=1_792,
@@ -214,6 +234,24 @@ class Config(LlamaOptions):
         )  # fmt: skip
 
     @classmethod
+    def falcon_h1_1b(cls) -> "Config":
+        """1,554,789,760 parameters. Falcon-H1 1.5B."""
+        return cls(
+            65_537, 2_048, 48, num_heads=8, num_kv_heads=2, head_dim=128, mlp=4_608, pattern="P-",
+            mamba_heads=48, mamba_state_dim=256, mamba_norm=False, rope_theta=1e11,
+            tie_embeddings=False,
+        )  # fmt: skip
+
+    @classmethod
+    def falcon_h1_7b(cls) -> "Config":
+        """7,585,513,568 parameters. Falcon-H1 7B."""
+        return cls(
+            130_048, 3_072, 88, num_heads=12, num_kv_heads=2, head_dim=128, mlp=12_288,
+            pattern="P-", mamba_heads=24, mamba_head_dim=128, mamba_state_dim=256,
+            mamba_norm=False, rope_theta=1e11, tie_embeddings=False,
+        )  # fmt: skip
+
+    @classmethod
     def nemotron_h_8b(cls) -> "Config":
         """8,100,852,736 parameters. Nemotron-H 8B."""
         pattern = "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"
@@ -235,7 +273,7 @@ class Config(LlamaOptions):
 
     @classmethod
     def nemotron3_nano_30b(cls) -> "Config":
-        """0 parameters. Nemotron 3 Nano 30B-A3B."""
+        """31,577,937,344 parameters. 3,580,073,408 of them active. Nemotron 3 Nano 30B-A3B."""
         pattern = "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME"
         return cls(
             131_072, 2_688, 52, num_heads=32, num_kv_heads=2, head_dim=128, mlp=1_856,
@@ -263,6 +301,8 @@ SIZES = {
     "granite4_h_micro": Config.granite4_h_micro,
     "granite4_h_tiny": Config.granite4_h_tiny,
     "granite4_h_small": Config.granite4_h_small,
+    "falcon_h1_1b": Config.falcon_h1_1b,
+    "falcon_h1_7b": Config.falcon_h1_7b,
     "nemotron_h_8b": Config.nemotron_h_8b,
     "nemotron_nano_9b": Config.nemotron_nano_9b,
     "nemotron3_nano_30b": Config.nemotron3_nano_30b,
@@ -278,6 +318,7 @@ class Layer(nnx.Module):
         self.norm, self.post_norm = make_norms(config)
         mixers = {
             MAMBA: Mamba2,
+            SIDE_BY_SIDE: SideBySide,
             CONVOLUTION: ShortConvolution,
             ATTENTION: make_attention,
         }
@@ -314,8 +355,36 @@ def make_routed(config: Config, *, rngs: nnx.Rngs) -> GatedExperts:
 def make_mlp(config: Config, width: int, *, rngs: nnx.Rngs) -> GatedMLP | PlainMLP:
     """An MLP with config.activation."""
     if config.activation == "swiglu":
-        return GatedMLP(config, width=width, biased=config.mlp_bias, rngs=rngs)
+        activation = jax.nn.silu
+        if config.mlp_scales:
+            activation = functools.partial(scaled_silu, config.mlp_scales)
+        return GatedMLP(config, activation, width, biased=config.mlp_bias, rngs=rngs)
     return PlainMLP(config, squared_relu, width, config.mlp_bias, rngs=rngs)
+
+
+def scaled_silu(scales: tuple[float, ...], gate_BTF):
+    """The gate's factor is before silu; that of the output after it, since the rest is linear."""
+    of_gate, of_output = scales
+    return jax.nn.silu(gate_BTF * of_gate) * of_output
+
+
+class SideBySide(nnx.Module):
+    """Attention and Mamba-2 that read the same input; returns the weighted sum of their outputs."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.attention = make_attention(config, rngs=rngs)
+        self.attention.scale *= config.key_scale
+        self.mamba = Mamba2(config, rngs=rngs)
+
+    def __call__(self, x_BTD, inputs, kind, cache_index=None):
+        """Returns (output to add to the residual, (keys, values, what Mamba2 keeps))."""
+        state = None if cache_index is None else cache_index.state
+        attended_BTD, (k, v) = self.attention(x_BTD, inputs, kind, cache_index)
+        out_BTD, kept = self.mamba(x_BTD, inputs, kind, state)
+        out_BTD = scaled(out_BTD, self.config.mamba_out_scale)
+        out_BTD += scaled(attended_BTD, self.config.attention_out_scale)
+        return out_BTD, (k, v, kept)
 
 
 class Hybrid(Decoder):

@@ -177,7 +177,7 @@ def test_published_relatives_are_their_named_sizes(keys, entry, size):
     assert config_of(keys) == wanted
 
 
-@pytest.mark.parametrize("entry", ["transformer", "moe", "gemma4", "qwen3_next"])
+@pytest.mark.parametrize("entry", ["transformer", "moe", "gemma4", "qwen3_next", "hybrid"])
 def test_every_published_size_is_compared_with_its_config_json(entry):
     ours = {"tiny", "small", "medium", "124m"}
     compared = {size for _, of, size in NAMED if of == entry}
@@ -236,15 +236,16 @@ EXCEPTIONS = {
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings"},  # the stored tensors say it
     "Qwen2MoeForCausalLM": {"intermediate_size"},  # of layers without experts, beside windows
     "Qwen3NextForCausalLM": {"intermediate_size"},  # likewise, and such layers are refused
-    "NemotronHForCausalLM": {  # of experts, which are refused; or without effect in transformers
-        *("moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size"),
-        *("moe_shared_expert_overlap", "n_routed_experts", "n_shared_experts", "n_group"),
-        *("norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group"),
+    "NemotronHForCausalLM": {  # without effect in transformers
+        *("moe_shared_expert_overlap", "n_shared_experts"),
         *("mtp_layers_block_type", "num_nextn_predict_layers", "num_logits_to_keep", "chunk_size"),
         *("expand", "mamba_ssm_cache_dtype", "residual_in_fp32", "rescale_prenorm_residual"),
         *("time_step_floor", "time_step_limit", "time_step_max", "use_mamba_kernels"),
     },
     "GraniteMoeHybridForCausalLM": {"mamba_chunk_size"},
+    "FalconH1ForCausalLM": {  # of sizes that others state, of kernels and of generation
+        *("mamba_expand", "mamba_chunk_size", "num_logits_to_keep"),
+    },
     "ModernBertForMaskedLM": {"local_attention"},  # halved, without a remainder
     "ModernBertModel": {"local_attention"},
     "ModernBertForSequenceClassification": {"local_attention"},

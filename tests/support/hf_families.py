@@ -559,6 +559,23 @@ FAMILIES |= {  # Mamba-2 and short convolutions beside attention; groups that no
         | {"num_experts": 8, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5},
         "bfloat16", meshes=FOR_DELTA,
     ),
+    "falcon_h1": Family(
+        "FalconH1Config",
+        SMALL | HYBRID | {"num_hidden_layers": 2, "rms_norm_eps": 0.1}
+        | {"mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 7, "mamba_d_ssm": 30}
+        | {"mamba_d_conv": 3, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3}
+        | {"key_multiplier": 0.7, "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.8}
+        | {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "mlp_multipliers": [1.4, 0.5]}
+        | {"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7]},
+        "bfloat16", meshes=FOR_DELTA,
+    ),
+    "falcon_norm": Family(  # with a gated norm of Mamba-2's output
+        "FalconH1Config",
+        SMALL | HYBRID | {"num_hidden_layers": 2, "rms_norm_eps": 0.1, "mamba_rms_norm": True}
+        | {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_ssm": 24}
+        | {"mamba_norm_before_gate": False, "mamba_conv_bias": False},
+        meshes=FOR_DELTA[::2],
+    ),
     "nemotron3": Family(
         "NemotronHConfig",
         SMALL | HYBRID
@@ -570,7 +587,7 @@ FAMILIES |= {  # Mamba-2 and short convolutions beside attention; groups that no
         "bfloat16", meshes=FOR_DELTA,
     ),
 }  # fmt: skip
-NOT_GOLDEN = {"granitehybrid_dense"}
+NOT_GOLDEN = {"granitehybrid_dense", "falcon_norm"}
 NOT_GOLDEN |= {"qwen3_moe_dense", "phi3_short", "odd_qwen2_moe", "glm"}
 NOT_GOLDEN |= {"qwen3_window", "qwen2_window", "odd_mixtral", "odd_qwen3_moe", "qwen2_mixed"}
 NOT_GOLDEN |= {"qwen3_mixed", "qwen2_yarn", "mistral_yarn", "mixtral_linear"}
@@ -611,4 +628,5 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
         *("q_proj", "o_proj", "in_proj", "shared_mlp.input_linear"),
     ],
     "nemotron_h": ["q_proj", "o_proj", "in_proj", "up_proj"],
+    "falcon_h1": ["q_proj", "o_proj", "in_proj", "gate_proj"],
 }  # fmt: skip

@@ -285,6 +285,8 @@ class Config(ComputeOptions):
     conv_width: int = 4
     conv_bias: bool = True
     least_step: float = 0.0
+    mamba_norm: bool = True
+    mamba_scales: tuple[float, ...] = ()
 
 
 LAYERS = {"mamba": mamba.Mamba2, "convolution": short_convolution.ShortConvolution}

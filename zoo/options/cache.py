@@ -27,16 +27,20 @@ from ..core.vocabulary import Batch, unembed
 # Stacks of layers with keys and values, where layers are of unlike_layers' stacks; others keep a state.
 ATTENTION = "attention"
 SLIDING = "sliding"  # with a window, where heads differ from those of ATTENTION
-WITH_KEYS = (SLIDING, ATTENTION)
+SIDE_BY_SIDE = "side_by_side"  # attention beside a recurrence: keys and values, and a state
+WITH_KEYS = (SLIDING, ATTENTION, SIDE_BY_SIDE)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["number"], meta_fields=["stack"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["number", "state"], meta_fields=["stack"]
+)
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a cache has a layer's keys and values: the layer's number in one of WITH_KEYS."""
 
     number: jax.Array
     stack: str
+    state: Any = None  # of a layer of SIDE_BY_SIDE
 
 
 class Cache(NamedTuple):
@@ -123,7 +127,10 @@ class CachedInputs(AttentionInputs):
 
     def of_stack(self, name: str, layers) -> Any:
         """The cache_index of each layer of unlike_layers' stacks: for some, the state itself."""
-        return Place(layer_indices(layers), name) if name in WITH_KEYS else self.cache.states[name]
+        states = self.cache.states or {}
+        if name in WITH_KEYS:
+            return Place(layer_indices(layers), name, states.get(name))
+        return states[name]
 
 
 @fit_rules
@@ -188,6 +195,8 @@ def run(model, tokens_BT, inputs) -> tuple[jax.Array, jax.Array, Any, Any, Any]:
     states = None
     if isinstance(kept, dict):  # of unlike_layers' stacks
         states = {name: kept[name] for name in kept if name not in WITH_KEYS}
+        if SIDE_BY_SIDE in kept:
+            states[SIDE_BY_SIDE] = kept[SIDE_BY_SIDE][2]
         keys = {name: kept[name][0] for name in kept if name in WITH_KEYS}
         kept = keys, {name: kept[name][1] for name in keys}
     if first_kv is not None:

@@ -5,7 +5,7 @@ Each head keeps a matrix S. Δ, B, C and x depend on the position, the rate and 
     S ← exp(-rate · Δ) · S + B · (Δ · x)ᵀ;   out = Sᵀ · C + skip · x
 
 Groups of heads share B and C. A short causal convolution is before x, B and C, and a gated norm over
-each group's channels after the recurrence. ssd.py computes positions in chunks; state.py has what
+each group's channels after the recurrence, or the gate alone. ssd.py computes positions in chunks; state.py has what
 layers with a state share.
 
 Shapes: B batch, T positions, D embed, N heads, G groups of heads, K state dim (of B and C), V head dim
@@ -46,7 +46,8 @@ from ..core.sharding import (
 
 class Mamba2(nnx.Module):
     """A Mamba-2 layer, of config.mamba_heads, mamba_groups, mamba_head_dim, mamba_state_dim and
-    conv_width.
+    conv_width; mamba_norm: whether it has the norm; mamba_scales: factors of the gate, x, B, C and Δ
+    as projected, (): none.
 
     Tensor parallelism splits the heads and the convolution's channels; the output then costs one
     all-reduce. B and C are split over as many devices as divide the groups. Beyond that, all devices
@@ -79,7 +80,7 @@ class Mamba2(nnx.Module):
         self.log_rate = variable(jnp.log(rate_N), ("heads",))
         self.step_bias = variable(jnp.log(jnp.expm1(step_N)), ("heads",))
         self.skip = ones((N,), ("heads",))
-        self.norm = GroupNorm(config)
+        self.norm = GroupNorm(config) if config.mamba_norm else None
         self.o = param(rngs, (N, V, D), (*heads, "embed"), (N * V * 2 * config.num_layers) ** -0.5)
         # Without o: PEFT refuses adapters of it, because kernels fuse it with the recurrence.
         config.add_weights(self, rngs, gate=1, x=1, b=1, c=1, step=1)
@@ -113,8 +114,13 @@ class Mamba2(nnx.Module):
         """
         dtype = x_BTD.dtype
         config = self.config
+        scales = config.mamba_scales or (1.0,) * 5
         x_BTD = sublayer_input(x_BTD, self.x)
-        b_BTGK, c_BTGK = (multiply(x_BTD, weight) for weight in (self.b, self.c))
+        weights = self.gate, self.x, self.b, self.c, self.step
+        gate_BTNV, x_BTNV, b_BTGK, c_BTGK, step_BTN = (
+            scaled(multiply(x_BTD, weight), scale)
+            for weight, scale in zip(weights, scales, strict=True)
+        )
         kernels = [self.b_kernel[...], self.c_kernel[...]]
         biases = [self.b_bias[...], self.c_bias[...]] if config.conv_bias else [None, None]
         groups = "key_heads"
@@ -126,12 +132,12 @@ class Mamba2(nnx.Module):
             biases = [bias if bias is None else repeat(bias) for bias in biases]
             groups = "heads"
         # In float32 whatever the compute dtype is: a decay multiplies the state over and over.
-        step_BTN = multiply(x_BTD, self.step).astype(jnp.float32) + self.step_bias[...][None, None]
+        step_BTN = step_BTN.astype(jnp.float32) + self.step_bias[...][None, None]
         step_BTN = jnp.maximum(jax.nn.softplus(step_BTN), config.least_step)
         log_decay_BTN = -jnp.exp(self.log_rate[...])[None, None] * step_BTN
         state, last_inputs = cache_index or (None, None)
         arrays = Arrays(
-            x=multiply(x_BTD, self.x),
+            x=x_BTNV,
             b=b_BTGK,
             c=c_BTGK,
             log_decay=log_decay_BTN,
@@ -156,10 +162,17 @@ class Mamba2(nnx.Module):
             [axes.x, axes.state, axes.inputs] if inputs.generates else [axes.x],
             check_vma=False,
         )
-        out_BTNV = self.norm(results[0], multiply(x_BTD, self.gate)).astype(dtype)
-        out_BTNV = constrain(out_BTNV, "batch", "seq", "heads", "head_dim")
+        if self.norm is None:
+            out_BTNV = results[0] * jax.nn.silu(gate_BTNV.astype(jnp.float32))
+        else:
+            out_BTNV = self.norm(results[0], gate_BTNV)
+        out_BTNV = constrain(out_BTNV.astype(dtype), "batch", "seq", "heads", "head_dim")
         out_BTD = multiply(out_BTNV, self.o, contract=2, seq="residual_seq")
         return out_BTD, tuple(results[1:])
+
+
+def scaled(x, scale: float) -> jax.Array:
+    return x if scale == 1 else x * scale
 
 
 class GroupNorm(nnx.Module):

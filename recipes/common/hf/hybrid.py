@@ -1,6 +1,7 @@
-"""Hybrids (zoo/hybrid.py): LFM2, Granite 4, Nemotron-H and Nemotron 3, as rows of relative.py.
+"""Hybrids (zoo/hybrid.py): LFM2, Granite 4, Falcon-H1, Nemotron-H and Nemotron 3, as rows of
+relative.py.
 
-A layer of LFM2 or Granite is two of ours, its mixer and its MLP or experts; one of Nemotron is one.
+A layer of LFM2, Granite or Falcon is two of ours, its mixer and its MLP or experts; one of Nemotron is one.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from recipes.common.hf.layer_kinds import Layers
 from recipes.common.hf.llama import ATTENTION_BIAS, MULTIPLIERS
 from recipes.common.hf.relative import ATTENTION, Relative, in_layers
 from zoo.core.layers import AttentionType
+from zoo.hybrid import ATTENDS as ATTENTION_LETTERS
 from zoo.hybrid import STACKS, Config
 
 ENTRY = "hybrid"
@@ -136,6 +138,23 @@ def granite_tensors(config: Config) -> Table:
     return OUTSIDE | of_layers(config, layers, per_layer=2)
 
 
+def falcon_tensors(config: Config) -> Table:
+    at = "model.layers.{}"
+    both = {"norm/scale": (f"{at}.input_layernorm.weight", "D", "D")}
+    for name, tensors in (("attention", ATTENDS), ("mamba", mamba_tensors(config, f"{at}.mamba"))):
+        both |= {
+            path.replace("mixer/", f"mixer/{name}/", 1): row for path, row in tensors.items()
+        }
+    mlp = {
+        "norm/scale": (f"{at}.pre_ff_layernorm.weight", "D", "D"),
+        "mlp/gate": (f"{at}.feed_forward.gate_proj.weight", "DF", "F D"),
+        "mlp/up": (f"{at}.feed_forward.up_proj.weight", "DF", "F D"),
+        "mlp/down": (f"{at}.feed_forward.down_proj.weight", "FD", "D F"),
+    }
+    outside = OUTSIDE | {"final_norm/scale": ("model.final_layernorm.weight", "D", "D")}
+    return outside | of_layers(config, {"P": both, "-": mlp}, per_layer=2)
+
+
 def nemotron_tensors(config: Config) -> Table:
     at = "backbone.layers.{}"
     norm = {"norm/scale": (f"{at}.norm.weight", "D", "D")}
@@ -210,7 +229,7 @@ def pattern_fields(file: ConfigFile, order: str, per_layer: int = 1) -> dict[str
     """The fields of Config for an order of layers."""
     if len(order) != per_layer * file.number("num_hidden_layers", len(order) // per_layer):
         raise file.refused("num_hidden_layers", file.keys["num_hidden_layers"])
-    if "*" not in order:
+    if not {*order} & {*ATTENTION_LETTERS}:
         raise file.refused("layer_types", file.keys.get("layer_types"))
     return {"pattern": order, "num_layers": len(order)}
 
@@ -360,6 +379,81 @@ def granite_json(config: Config) -> dict[str, Any]:
     }
 
 
+def factors(file: ConfigFile, key: str, count: int) -> list[float]:
+    """A list of factors, of which files may leave out all."""
+    values = file.keys.get(key) or [1.0] * count
+    if not isinstance(values, list | tuple) or len(values) != count:
+        raise file.refused(key, values)
+    for value in values:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise file.refused(key, values)
+    return [float(value) for value in values]
+
+
+def falcon_fields(file: ConfigFile) -> dict[str, Any]:
+    number = functools.partial(file.number, default=1.0, kind=float)
+    heads = file.number("mamba_n_heads", 128)
+    inner = file.keys.get("mamba_d_ssm")
+    if inner is None:
+        inner = file.number("mamba_expand", 2) * file.number("hidden_size")
+    if file.keys.get("mamba_d_head") in (None, "auto"):
+        file = file.with_keys(mamba_d_head=inner // heads)
+    head_dim = file.number("mamba_d_head")
+    if head_dim * heads != inner:
+        raise file.refused("mamba_d_head", head_dim)
+    limits = file.keys.get(LIMITS) or [0.0, INFINITY]
+    if not isinstance(limits, list | tuple) or limits[1] not in (math.inf, INFINITY):
+        raise file.refused(LIMITS, limits)
+    normed = file.keys.get("mamba_rms_norm") is True
+    if normed and file.keys.get(BEFORE_GATE) is not False:
+        raise file.refused(BEFORE_GATE, file.keys.get(BEFORE_GATE))
+    read = number("attention_in_multiplier")
+    scales = [number("ssm_in_multiplier") * x for x in factors(file, "ssm_multipliers", 5)]
+    of_mlp = factors(file, "mlp_multipliers", 2)
+    layers = file.number("num_hidden_layers")
+    return pattern_fields(file, "P-" * layers, per_layer=2) | {
+        "mamba_heads": heads,
+        "mamba_head_dim": head_dim,
+        "mamba_norm": normed,
+        "least_step": float(limits[0]),
+        "embed_scale": number("embedding_multiplier"),
+        "logits_divisor": inverse(number("lm_head_multiplier")),
+        # Queries and keys read the scaled input, and so do values.
+        "key_scale": read * read * number("key_multiplier"),
+        "attention_out_scale": read * number("attention_out_multiplier"),
+        "mamba_out_scale": number("ssm_out_multiplier"),
+        "mamba_scales": () if scales == [1.0] * 5 else tuple(scales),
+        "mlp_scales": () if of_mlp == [1.0] * 2 else tuple(of_mlp),
+    }
+
+
+def inverse(x: float) -> float:
+    """1 / x with twelve digits, so that its inverse is x again."""
+    return float(f"{1 / x:.12g}")
+
+
+def falcon_json(config: Config) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": len(config.order) // 2,
+        "mamba_n_heads": config.mamba_heads,
+        "mamba_d_head": config.mamba_head_dim,
+        "mamba_d_ssm": config.mamba_heads * config.mamba_head_dim,
+        "mamba_rms_norm": config.mamba_norm,
+        BEFORE_GATE: False,
+        LIMITS: [config.least_step, INFINITY],
+        "embedding_multiplier": config.embed_scale,
+        "lm_head_multiplier": inverse(config.logits_divisor),
+        "attention_in_multiplier": 1.0,
+        "key_multiplier": config.key_scale,
+        "attention_out_multiplier": config.attention_out_scale,
+        "ssm_in_multiplier": 1.0,
+        "ssm_out_multiplier": config.mamba_out_scale,
+        "ssm_multipliers": list(config.mamba_scales or (1.0,) * 5),
+        "mlp_multipliers": list(config.mlp_scales or (1.0,) * 2),
+    }
+
+
+BEFORE_GATE = "mamba_norm_before_gate"
 WIDTH = "moe_intermediate_size"
 SHARED = "moe_shared_expert_intermediate_size"
 NUMBER = "n_routed_experts"
@@ -493,6 +587,28 @@ ROWS = (
         fields_from=granite_fields,
         fields_to=granite_json,
         refused={"mamba_proj_bias": (False,)},
+    ),
+    row(
+        architecture="FalconH1ForCausalLM",
+        model_type="falcon_h1",
+        tensors=falcon_tensors,
+        layers=attends(1e4),
+        sizes=SIZES | {"mlp": "intermediate_size"},
+        options={
+            "mamba_groups": "mamba_n_groups",
+            "mamba_state_dim": "mamba_d_state",
+            "conv_width": "mamba_d_conv",
+            "conv_bias": "mamba_conv_bias",
+        },
+        defaults={
+            "num_key_value_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_ssm": 1_024,
+        },
+        fields_from=falcon_fields,
+        fields_to=falcon_json,
+        refused={
+            "mamba_proj_bias": (False,), "projectors_bias": (False,), "attention_bias": (False,),
+            "mlp_bias": (False,),
+        },
     ),
     row(
         architecture="NemotronHForCausalLM",

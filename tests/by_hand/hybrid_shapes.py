@@ -1,0 +1,134 @@
+"""Compares hybrids of odd shapes with `transformers`, live. Needs the extra `hf`.
+
+    python -m tests.by_hand.hybrid_shapes --shapes=10
+    python -m tests.by_hand.hybrid_shapes --families=falcon_h1
+
+Each shape is drawn anew: heads, groups, widths, patterns, widths of convolutions, numbers of experts.
+Logits differ by at most hf_families.TOLERANCE, or the command fails.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+
+import tests.conftest  # noqa: F401, simulates the devices
+from tests.by_hand.hf_parity import make, their_logits
+from tests.support.hf_families import FAMILIES, FULL, LINEAR_LAYER, TOLERANCE
+from tests.support.hf_models import our_logits
+
+
+class Draw:
+    """Random choices of a seed."""
+
+    def __init__(self, seed: int):
+        self.random = np.random.default_rng(seed)
+
+    def of(self, *values):
+        return values[self.random.integers(len(values))]
+
+    def types(self, *values: str) -> list[str]:
+        """Kinds of layers, at least one of each."""
+        more = [self.of(*values) for _ in range(self.of(0, 1, 3))]
+        return [str(x) for x in self.random.permutation([*values, *more])]
+
+
+def experts(draw: Draw, number: str) -> dict:
+    count = draw.of(3, 5, 8)
+    return {number: count, "num_experts_per_tok": draw.of(1, 2, count)}
+
+
+def mamba(draw: Draw, heads: str, groups: str) -> dict:
+    of_groups, groups_count = draw.of(1, 2, 3), draw.of(1, 2, 3)
+    return {heads: of_groups * groups_count, groups: groups_count}
+
+
+def lfm2(draw: Draw) -> dict:
+    types = draw.types("conv", FULL)
+    return {"layer_types": types, "num_hidden_layers": len(types), "conv_L_cache": draw.of(2, 3, 5)}
+
+
+def lfm2_moe(draw: Draw) -> dict:
+    options = lfm2(draw) | experts(draw, "num_experts")
+    return options | {
+        "num_dense_layers": draw.of(0, 1),
+        "moe_intermediate_size": draw.of(4, 12, 24),
+        "norm_topk_prob": draw.of(True, False),
+        "routed_scaling_factor": draw.of(1.0, 2.5),
+    }
+
+
+def granite(draw: Draw) -> dict:
+    types = draw.types(LINEAR_LAYER, FULL)
+    options = mamba(draw, "mamba_n_heads", "mamba_n_groups")
+    head_dim = draw.of(4, 6)
+    embed = options["mamba_n_heads"] * head_dim // 2 * 8
+    return options | experts(draw, "num_local_experts") | {
+        "layer_types": types, "num_hidden_layers": len(types), "hidden_size": embed,
+        "mamba_d_head": 8 * head_dim, "mamba_d_state": draw.of(3, 8), "mamba_d_conv": draw.of(2, 4),
+        "num_attention_heads": 4, "num_key_value_heads": draw.of(1, 2, 4),
+    }  # fmt: skip
+
+
+def falcon(draw: Draw) -> dict:
+    options = mamba(draw, "mamba_n_heads", "mamba_n_groups")
+    factors = [draw.of(0.5, 0.8, 1.0, 1.3) for _ in range(5)]
+    return options | {
+        "mamba_d_ssm": options["mamba_n_heads"] * draw.of(3, 8), "mamba_d_state": draw.of(3, 8),
+        "mamba_d_conv": draw.of(2, 4), "mamba_rms_norm": draw.of(True, False),
+        "mamba_norm_before_gate": False, "num_hidden_layers": draw.of(1, 2),
+        "ssm_multipliers": factors, "mlp_multipliers": factors[:2], "key_multiplier": factors[2],
+        "attention_in_multiplier": factors[3], "lm_head_multiplier": draw.of(0.1, 1 / 3, 1.0),
+    }  # fmt: skip
+
+
+def nemotron(draw: Draw) -> dict:
+    types = draw.types(LINEAR_LAYER, FULL, "mlp", "moe")
+    return mamba(draw, "mamba_num_heads", "n_groups") | experts(draw, "n_routed_experts") | {
+        "layers_block_type": types, "mamba_head_dim": draw.of(3, 8), "ssm_state_size": draw.of(3, 8),
+        "conv_kernel": draw.of(2, 4), "moe_intermediate_size": draw.of(4, 12),
+        "moe_shared_expert_intermediate_size": draw.of(9, 24), "norm_topk_prob": draw.of(True, False),
+    }  # fmt: skip
+
+
+SHAPES = {
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
+    "granitemoehybrid": granite,
+    "falcon_h1": falcon,
+    "nemotron3": nemotron,
+}
+
+
+def main() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shapes", type=int, default=10)
+    parser.add_argument("--families", default=",".join(SHAPES))
+    args = parser.parse_args()
+    for name in args.families.split(","):
+        worst = 0.0
+        for seed in range(args.shapes):
+            drawn = SHAPES[name](Draw(seed))
+            options = FAMILIES[name].options | drawn
+            family = dataclasses.replace(FAMILIES[name], options=options, dtype="float32")
+            with tempfile.TemporaryDirectory() as work:
+                folder = pathlib.Path(work) / name
+                make(family, folder)
+                wanted = their_logits(folder)
+                error = np.abs(our_logits(f"hf:{folder}", "1x1", "dp") - wanted).max()
+            print(f"{name} {seed}: {error:.1e} of {np.abs(wanted).max():.1f}; {drawn}", flush=True)
+            assert error < TOLERANCE
+            worst = max(worst, error)
+            jax.clear_caches()
+        print(f"{name}: {args.shapes} shapes differ by at most {worst:.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
