@@ -74,7 +74,9 @@ def make(family: Family, folder: pathlib.Path) -> None:
             mean += 2.0 * (name == "logit_scale")  # scores matter
             weight.copy_(size * torch.randn(weight.shape) + mean)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):  # large enough to change choices
+            if name.endswith(
+                ("e_score_correction_bias", "expert_bias")
+            ):  # large enough to change choices
                 buffer.copy_(0.1 * torch.randn(buffer.shape))
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.15 * torch.randn(buffer.shape))

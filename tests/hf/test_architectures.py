@@ -221,6 +221,7 @@ MATTER = {  # architecture → changes of its golden config.json, so that more k
         "block_multiple_of": 2,
     },
     "GraniteMoeHybridForCausalLM": {"position_embedding_type": "rope"},
+    "FalconH1ForCausalLM": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "DeepseekV2ForCausalLM": {"norm_topk_prob": False, "topk_method": "group_limited_greedy"},
 }
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}

@@ -154,6 +154,21 @@ def _config(entry: str, draw: Draw):
             "num_layers": draw.of(2, 2, 3, 4), "attention_every": 2, "conv_width": draw.of(2, 3, 4),
             "num_experts": experts, "shared_mlp": draw.of(0, *width), "mtp_depth": draw.of(0, 0, 1),
         }  # fmt: skip
+    if entry == "hybrid":
+        groups = draw.of(1, 2, 2, 3, 4)
+        pattern = draw.of("M*CE", "P-", "PE", "M-*E", "EMP", "C*E")
+        experts = draw.of(True, False) if "E" in pattern else False
+        sizes |= {
+            "pattern": pattern, "num_layers": len(pattern) * draw.of(1, 2),
+            "mamba_heads": groups * draw.of(1, 2, 3), "mamba_groups": groups,
+            "mamba_head_dim": draw.of(3, 4, 6), "mamba_state_dim": draw.of(4, 6, 8),
+            "conv_width": draw.of(2, 3, 4), "mamba_norm": draw.of(True, False),
+            "mamba_scales": draw.of((), (0.9, 1.1, 0.8, 1.2, 0.7)), "key_scale": draw.of(1.0, 1.3),
+            "activation": draw.of("swiglu", "relu2"), "sigmoid": experts,
+            "shared_mlp": draw.of(0, *width) if "E" in pattern else 0,
+        }  # fmt: skip
+        if "E" not in pattern:
+            sizes |= {"num_experts": 0, "experts_per_token": 0}
     return dataclasses.replace(tiny, **sizes)
 
 

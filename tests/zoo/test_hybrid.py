@@ -13,7 +13,8 @@ from flax import nnx
 from recipes.common.sharding.shape import trace_shape
 from tests.conftest import full_except
 from tests.support.decoding import check_decoding
-from tests.support.models import built, random_variables
+from tests.support.models import built, random_decoder, random_variables
+from tests.support.odd_configs import Case, check
 from tests.support.quick import QUICK
 from zoo.core.attention import make_inputs
 from zoo.hybrid import STACKS, Config, Hybrid
@@ -118,8 +119,11 @@ def test_equal_orders_have_equal_configs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "MX*"}, "has 'X', which is not one of M C"),
+        ({"pattern": "MX*"}, "has 'X', which is not one of M P C"),
         ({"pattern": "M-"}, "has no layer that attends"),
+        ({"mamba_scales": (1.0, 2.0)}, "mamba_scales has 2 factors, not 5 or none"),
+        ({"mlp_scales": (1.0, 2.0), "activation": "relu2"}, "need activation='swiglu'"),
+        ({"balance_rate": 0.1}, "balance_rate=0.1 needs sigmoid=True"),
         ({"num_layers": 3}, "num_layers=3 is less than the 4 layers"),
         ({"mamba_groups": 3}, "mamba_heads=16 is not divisible by mamba_groups=3"),
         ({"pattern": "M*E-"}, "num_experts=0 and pattern='M*E-' with E exclude each other"),
@@ -130,6 +134,119 @@ def test_equal_orders_have_equal_configs():
 def test_an_invalid_config_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(DENSE, **changes)
+
+
+# ---- attention and Mamba-2 side by side ----------------------------------------------------------
+
+SCALES = {
+    "mamba_scales": (0.9, 1.1, 0.8, 1.2, 0.7), "mamba_out_scale": 0.6, "attention_out_scale": 1.3,
+    "key_scale": 1.5, "mlp_scales": (1.4, 0.5),
+}  # fmt: skip
+BESIDE = dataclasses.replace(DENSE, pattern="P-", num_layers=4)
+PLAIN_EXPERTS = dataclasses.replace(
+    Config.tiny(), pattern="EP", num_layers=2, activation="relu2", sigmoid=True, route_scale=2.5
+)
+
+
+def test_mixers_side_by_side_read_one_input_and_are_added_up():
+    x_BTD = RANDOM.standard_normal((B, T, BESIDE.embed), np.float32)
+    kind = BESIDE.kinds[0]
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def both(model, x_BTD):
+        inputs = make_inputs(BESIDE, jnp.asarray(TOKENS_BT), jnp.asarray(IDS_BT))
+        layer = jax.tree.map(lambda x: x[0], model.layers[STACKS["P"]])
+        normed_BTD = layer.norm(x_BTD)
+        attended_BTD, _ = layer.mixer.attention(normed_BTD, inputs, kind)
+        mixed_BTD, _ = layer.mixer.mamba(normed_BTD, inputs, kind)
+        return layer(x_BTD, inputs, kind)[0], x_BTD + attended_BTD + mixed_BTD
+
+    np.testing.assert_allclose(*both(build(BESIDE), x_BTD), atol=1e-5)
+
+
+def test_factors_are_those_of_weights():
+    """A model with Falcon-H1's factors is one without, whose weights are multiplied by them."""
+    scaled = build(dataclasses.replace(BESIDE, **SCALES))
+    plain = built(Hybrid, BESIDE)  # of the same seed, and of this test alone
+    both = plain.layers[STACKS["P"]].mixer
+    mlp = plain.layers[STACKS["-"]].mlp
+    weights = both.mamba.gate, both.mamba.x, both.mamba.b, both.mamba.c, both.mamba.step
+    pairs = [*zip(weights, SCALES["mamba_scales"], strict=True)]
+    pairs += zip((mlp.gate, mlp.down), SCALES["mlp_scales"], strict=True)
+    pairs += [(both.mamba.o, 0.6), (both.attention.o, 1.3), (both.attention.k, 1.5)]
+    for weight, factor in pairs:
+        weight[...] *= factor
+    logits = jax.jit(lambda model: model(TOKENS_BT, IDS_BT), compiler_options=QUICK)
+    np.testing.assert_allclose(logits(scaled), logits(plain), rtol=1e-5, atol=1e-5)
+
+
+MESHES = [
+    (BESIDE, "data=2,seq=2,model=2", "fsdp_cp_tp", SCALES),
+    (BESIDE, "data=1,model=4", "tp_sp", {"mamba_groups": 2, "mamba_heads": 8}),
+    (BESIDE, "data=2,seq=4", "cp", {"mamba_norm": False}),
+    (PLAIN_EXPERTS, "data=2,expert=4", "fsdp_ep", {"capacity": None}),
+    (PLAIN_EXPERTS, "data=2,expert=2,model=2", "fsdp_ep_tp", {"balance_rate": 0.0}),
+    (dataclasses.replace(BESIDE, num_layers=8), "data=4,pipe=2", "fsdp_pp", {}),
+]
+
+
+@pytest.mark.parametrize(("config", "mesh", "strategy", "changes"), MESHES)
+@pytest.mark.full
+def test_meshes_train_and_decode_like_one_device(config, mesh, strategy, changes):
+    """With experts without a gate, chosen by sigmoids, too."""
+    case = Case(
+        "hybrid", dataclasses.replace(config, **changes), strategy, mesh, rows=8, seq_len=16
+    )
+    assert check(case) == "equal"
+
+
+def test_experts_without_a_gate_match_a_loop():
+    """down(relu(up(x))²) of the experts with the best sigmoids plus biases, weighed by the sigmoids."""
+    config = dataclasses.replace(PLAIN_EXPERTS, shared_mlp=0, capacity=None)
+    layer = jax.tree.map(lambda x: x[0], random_decoder(Hybrid, config).layers[STACKS["E"]])
+    x_BTD = RANDOM.standard_normal((B, T, config.embed), np.float32)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def mixed(experts, x_BTD):
+        inputs = make_inputs(config, jnp.asarray(TOKENS_BT), jnp.asarray(IDS_BT))
+        return experts(x_BTD, inputs)[0]
+
+    got_BTD = mixed(layer.experts, x_BTD)
+    router, bias, up, down = (
+        np.asarray(weight[...], np.float64)
+        for weight in (
+            layer.experts.router,
+            layer.experts.bias,
+            layer.experts.up,
+            layer.experts.down,
+        )
+    )
+    want_BTD = np.zeros(x_BTD.shape)
+    for place in np.ndindex(B, T):
+        x_D = x_BTD[place].astype(np.float64)
+        scores_E = 1 / (1 + np.exp(-x_D @ router))
+        chosen = np.argsort(-(scores_E + bias))[: config.experts_per_token]
+        for e in chosen:
+            weight = config.route_scale * scores_E[e] / scores_E[chosen].sum()
+            want_BTD[place] += weight * np.maximum(x_D @ up[e], 0) ** 2 @ down[e]
+    np.testing.assert_allclose(got_BTD, want_BTD, rtol=1e-4, atol=1e-5 * np.abs(want_BTD).max())
+
+
+def test_a_step_moves_the_biases_of_sigmoids():
+    config = dataclasses.replace(PLAIN_EXPERTS, balance_rate=0.5)
+    model = build(config)
+    graph, state = nnx.split(model)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def moved(state):
+        model = nnx.merge(graph, state)
+        model.loss(TOKENS_BT, TOKENS_BT, IDS_BT)
+        return model.layers[STACKS["E"]].experts.bias[...]
+
+    bias_LE = np.asarray(moved(state))
+    assert {*np.abs(bias_LE).ravel()} <= {0.0, 0.5}
+    assert (bias_LE > 0).any()
+    assert (bias_LE < 0).any()
 
 
 # ---- documents and caches ------------------------------------------------------------------------
@@ -173,6 +290,12 @@ def test_decoding_is_the_forward_pass(mesh):
     """Left-padded prompts of unequal length; the shortest is shorter than the convolution."""
     config = dataclasses.replace(Config.tiny(), capacity=None)
     check_decoding(Hybrid, config, mesh, TOKENS_BT, random_variables)
+
+
+@pytest.mark.parametrize("config", [BESIDE, PLAIN_EXPERTS], ids=["beside", "experts"])
+def test_decoding_beside_attention_is_the_forward_pass(config):
+    config = dataclasses.replace(config, capacity=None)
+    check_decoding(Hybrid, config, "1x1", TOKENS_BT, random_variables)
 
 
 def test_a_cache_keeps_layers_of_nested_loops_in_order():

@@ -170,9 +170,7 @@ class GatedExperts(nnx.Module):
         if self.activation is not None:
             expert = functools.partial(without_gate, self.activation)
             weights = weights[1:]
-        return mix(
-            x_BTD, self.config, inputs, route=self.route, expert=expert, weights=weights
-        )
+        return mix(x_BTD, self.config, inputs, route=self.route, expert=expert, weights=weights)
 
     def route(self, x_BTD, counted_BT, slots: int, load_limit: float = 0.0):
         """Chooses each position's experts, in float32; see `choose`."""

@@ -142,9 +142,7 @@ def falcon_tensors(config: Config) -> Table:
     at = "model.layers.{}"
     both = {"norm/scale": (f"{at}.input_layernorm.weight", "D", "D")}
     for name, tensors in (("attention", ATTENDS), ("mamba", mamba_tensors(config, f"{at}.mamba"))):
-        both |= {
-            path.replace("mixer/", f"mixer/{name}/", 1): row for path, row in tensors.items()
-        }
+        both |= {path.replace("mixer/", f"mixer/{name}/", 1): row for path, row in tensors.items()}
     mlp = {
         "norm/scale": (f"{at}.pre_ff_layernorm.weight", "D", "D"),
         "mlp/gate": (f"{at}.feed_forward.gate_proj.weight", "DF", "F D"),
@@ -602,6 +600,7 @@ ROWS = (
         },
         defaults={
             "num_key_value_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_ssm": 1_024,
+            "rms_norm_eps": 1e-5,
         },
         fields_from=falcon_fields,
         fields_to=falcon_json,
