@@ -47,7 +47,7 @@ from tests.support.runs import records
 from zoo.core.attention import RowLayout, attend
 from zoo.core.strategies import DECODER
 from zoo.core.vocabulary import positions_at_once
-from zoo.kernels import splash, triton
+from zoo.kernels import choice, splash, triton
 from zoo.kernels.choice import FLASH_FROM, Choice, blockwise
 from zoo.kernels.flash import TILE
 from zoo.kernels.shared import TRITON_BLOCK, Settings, block_of
@@ -771,6 +771,25 @@ def test_the_report_has_blocks_and_limits():
         "attention: flash, no other kernel for 100 positions, not a multiple of 128"
     ]
     assert report(on("cpu", "cpu"), 256, True) == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_mask_that_is_added_chooses_bit_by_bit(dtype, monkeypatch):
+    """Output and gradients, with segments and a window; only CPUs add it."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (40 * jax.random.normal(key, (2, 24, 2, 8)).astype(dtype) for key in keys)
+    ids = jnp.arange(24)[None] // jnp.array([[7], [24]])
+
+    def run():
+        return jax.vjp(lambda *qkv: blockwise(*qkv, ids, 5, "kv_heads"), q, k, v)
+
+    def values(output, back):
+        return [np.asarray(x.astype(jnp.float32)) for x in (output, *back(v))]
+
+    added = values(*run())
+    monkeypatch.setattr(choice, "device", lambda: types.SimpleNamespace(platform="tpu"))
+    for found, wanted in zip(added, values(*run()), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.layers import dot
-from ..core.sharding import constrain, device, mesh_axes, reshape, shards
+from ..core.sharding import constrain, device, explicit, mesh_axes, reshape, shards
 from .shared import NOT_SEEN, Settings, block_of, compute_capability, in_window, is_target
 
 JOINABLE = ("flash", "splash", "triton")  # outputs for several parts of the keys can be joined
@@ -161,14 +161,12 @@ def blockwise(
         q_BKMH = reshape(q_BKGTH[:, :, :, start:end], (B, K, -1, H), "batch", kv_heads)
         k, v = k_BKSH[:, :, first:last], v_BKSH[:, :, first:last]
         logits = dot("BKMH,BKSH->BKMS", q_BKMH, k)
-        logits_BKGTS = reshape(logits, (B, K, G, end - start, last - first), "batch", kv_heads)
         age = jnp.arange(start, end)[:, None] - jnp.arange(first, last)[None, :]
         seen = in_window(age if causal else abs(age), window)[None, None, None]
         if segment_ids_BT is not None:
             same = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, first:last]
             seen &= same[:, None, None]
-        scores = masked(logits_BKGTS / math.sqrt(H), seen)
-        scores_BKMS = reshape(scores, logits.shape, "batch", kv_heads)
+        scores_BKMS = masked_scores(logits, math.sqrt(H), seen, G, kv_heads)
         largest_BKM1 = jax.lax.stop_gradient(scores_BKMS.max(axis=-1, keepdims=True))
         weights_BKMS = jnp.exp(scores_BKMS - largest_BKM1)
         sum_BKM1 = weights_BKMS.sum(axis=-1, keepdims=True)
@@ -181,13 +179,25 @@ def blockwise(
     return reshape(out_BTKGH, (B, T, N, -1), "batch", "seq", "heads", "head_dim")
 
 
-def masked(scores: jax.Array, seen: jax.Array) -> jax.Array:
-    """The scores, and NOT_SEEN where `seen`, which has as many dims, is False.
+def masked_scores(logits_BKMS, root: float, seen_B11TS, G: int, kv_heads) -> jax.Array:
+    """The logits over `root`, and NOT_SEEN where a query doesn't see a key: [B, K, M, S].
 
-    NOT_SEEN takes up what is added to it, so that both expressions are equal bit by bit. The CPU's
-    compiler joins an addition with the products before and after it in one loop over tiles, which
-    leaves scores in the processor's caches. It doesn't so with a choice.
+    On CPUs by an addition: NOT_SEEN takes up what is added to it, so both expressions are equal bit by bit.
+    The compiler joins an addition with the products before and after it in one loop over tiles, which
+    leaves scores in the processor's caches. It doesn't do so with a choice, nor with more dims.
+
+    Args:
+      seen_B11TS: bool; B may be 1.
     """
+    B, K, _, S = logits_BKMS.shape
+    rows, T = len(seen_B11TS), seen_B11TS.shape[3]
     if device().platform == "cpu":
-        return scores + jnp.where(seen, 0.0, NOT_SEEN)
-    return jnp.where(seen, scores, NOT_SEEN)
+        mask_B11TS = jnp.where(seen_B11TS, 0.0, NOT_SEEN)
+        axis = "batch" if rows > 1 else None
+        shape = (rows, 1, G, T, S)
+        sharding = explicit(axis, None, None, None, None)
+        mask_B1GTS = jnp.broadcast_to(mask_B11TS, shape, out_sharding=sharding)
+        return logits_BKMS / root + reshape(mask_B1GTS, (rows, 1, G * T, S), axis)
+    logits_BKGTS = reshape(logits_BKMS, (B, K, G, T, S), "batch", kv_heads)
+    scores_BKGTS = jnp.where(seen_B11TS, logits_BKGTS / root, NOT_SEEN)
+    return reshape(scores_BKGTS, logits_BKMS.shape, "batch", kv_heads)
