@@ -6,6 +6,7 @@ import os
 import jax
 import pytest
 
+import recipes
 from recipes import generate, transformer
 from recipes.common.runtime import accelerators, mesh
 from recipes.common.runtime.errors import UserError
@@ -32,6 +33,37 @@ def test_flags_become_fields_of_their_types():
     assert (run.steps, run.learning_rate, flags.fast, flags.kind) == (7, 0.01, True, "b")
     assert run == dataclasses.replace(Run(), steps=7, learning_rate=0.01)
     assert parse([], Run(steps=3), Flags()) == [Run(steps=3), Flags()]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("-m recipes.transformer", True),
+        ("-X dev -m recipes.dpo --mesh=1x1 --steps=3", True),
+        ("-m recipes.bench cpu", True),
+        ("-m recipes.transformer --mesh=data=1,model=2", False),
+        ("-m recipes.transformer --mesh 1x1", False),  # not read
+        ("-m recipes.bench meshes", False),
+        ("-m recipes.prove", False),
+        ("-m pytest recipes.dpo", False),
+        ("recipes/dpo.py -m", False),
+    ],
+)
+def test_recipes_on_one_cpu_device_start_again_with_huge_pages(words, expected, monkeypatch):
+    """Once; other programs don't, nor where the variable, or a number of devices, is set."""
+    argv = ["python", *words.split()]
+    read = monkeypatch.setattr
+    read(recipes.pathlib.Path, "exists", lambda path: True)
+    read(recipes.pathlib.Path, "read_text", lambda path: "always [madvise] never")
+    read(recipes.pathlib.Path, "glob", lambda path, pattern: [])
+    read(recipes.os, "confstr", lambda name: "glibc 2.36")
+    read(recipes.sys, "platform", "linux")
+    wanted = {"A": "b", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if expected else {}
+    assert recipes.huge_pages(argv, {"A": "b"}) == wanted
+    for name in ("GLIBC_TUNABLES", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
+        assert recipes.huge_pages(argv, {name: "x"}) == {}
+    read(recipes.os, "confstr", lambda name: "glibc 2.31")
+    assert recipes.huge_pages(argv, {}) == {}
 
 
 def test_choices_may_be_in_any_case():
