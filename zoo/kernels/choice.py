@@ -166,7 +166,8 @@ def blockwise(
         if segment_ids_BT is not None:
             same = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, first:last]
             seen &= same[:, None, None]
-        scores_BKMS = masked_scores(logits, math.sqrt(H), seen, G, kv_heads)
+        mask_rows = None if segment_ids_BT is None else "batch"
+        scores_BKMS = masked_scores(logits, math.sqrt(H), seen, mask_rows, G, kv_heads)
         largest_BKM1 = jax.lax.stop_gradient(scores_BKMS.max(axis=-1, keepdims=True))
         weights_BKMS = jnp.exp(scores_BKMS - largest_BKM1)
         sum_BKM1 = weights_BKMS.sum(axis=-1, keepdims=True)
@@ -179,7 +180,7 @@ def blockwise(
     return reshape(out_BTKGH, (B, T, N, -1), "batch", "seq", "heads", "head_dim")
 
 
-def masked_scores(logits_BKMS, root: float, seen_B11TS, G: int, kv_heads) -> jax.Array:
+def masked_scores(logits_BKMS, root: float, seen_B11TS, rows, G: int, kv_heads) -> jax.Array:
     """The logits over `root`, and NOT_SEEN where a query doesn't see a key: [B, K, M, S].
 
     On CPUs by an addition: NOT_SEEN takes up what is added to it, so both expressions are equal bit by bit.
@@ -187,17 +188,16 @@ def masked_scores(logits_BKMS, root: float, seen_B11TS, G: int, kv_heads) -> jax
     leaves scores in the processor's caches. It doesn't do so with a choice, nor with more dims.
 
     Args:
-      seen_B11TS: bool; B may be 1.
+      seen_B11TS: bool; all rows may share one.
+      rows: the logical axis of its B; None: they do.
     """
     B, K, _, S = logits_BKMS.shape
-    rows, T = len(seen_B11TS), seen_B11TS.shape[3]
+    masks, _, _, T, _ = seen_B11TS.shape
     if device().platform == "cpu":
         mask_B11TS = jnp.where(seen_B11TS, 0.0, NOT_SEEN)
-        axis = "batch" if rows > 1 else None
-        shape = (rows, 1, G, T, S)
-        sharding = explicit(axis, None, None, None, None)
-        mask_B1GTS = jnp.broadcast_to(mask_B11TS, shape, out_sharding=sharding)
-        return logits_BKMS / root + reshape(mask_B1GTS, (rows, 1, G * T, S), axis)
+        sharding = explicit(rows, None, None, None, None)
+        mask_B1GTS = jnp.broadcast_to(mask_B11TS, (masks, 1, G, T, S), out_sharding=sharding)
+        return logits_BKMS / root + reshape(mask_B1GTS, (masks, 1, G * T, S), rows)
     logits_BKGTS = reshape(logits_BKMS, (B, K, G, T, S), "batch", kv_heads)
     scores_BKGTS = jnp.where(seen_B11TS, logits_BKGTS / root, NOT_SEEN)
     return reshape(scores_BKGTS, logits_BKMS.shape, "batch", kv_heads)
