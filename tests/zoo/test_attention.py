@@ -792,6 +792,19 @@ def test_a_mask_that_is_added_chooses_bit_by_bit(dtype, monkeypatch):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("segments", [True, False])
+def test_one_row_on_one_device_has_a_mask(segments):
+    """Its B has the axis `batch`, though nothing splits it."""
+    layout = make_layout(Transformer, Config.tiny(), make_mesh("1x1"), "fsdp_tp")
+    row = jax.ShapeDtypeStruct((1, 16), jnp.int32, sharding=layout.sharding("batch", "seq"))
+
+    def logits(variables, tokens_BT, *ids):
+        return layout.model.merge(variables)(tokens_BT, *ids)
+
+    lowered = layout.lower(logits, layout.variables(), row, *[row] * segments)
+    assert lowered.out_info.shape == (1, 16, Config.tiny().vocab_size)
+
+
 @pytest.mark.full
 def test_gradients_of_short_rows_in_bfloat16_are_as_exact_as_their_inputs():
     """Rounding the weights, but not their sum, would double the errors of q's and k's."""
