@@ -30,7 +30,7 @@ from flax import nnx
 
 from ..core.decoder import Decoder
 from ..core.sharding import (
-    AxisNames, active_rules, constrain, explicit, mesh_axes, reshape, shards,
+    AxisNames, active_rules, check_rules, constrain, explicit, mesh_axes, reshape, shards,
 )  # fmt: skip
 from ..core.vocabulary import SHARDS, Batch, look_up
 from .spans import with_spans
@@ -45,6 +45,7 @@ OTHERS = "picture_others"  # those that share rows
 
 def call(self, tokens_BT, segment_ids_BT=None, images=None) -> jax.Array:
     """`Decoder.__call__`; images: as in `loss`."""
+    check_rules(self.axes.logical_axes)
     model, tokens_BT = with_pictures(self, tokens_BT, images)
     return Decoder.__call__(model, tokens_BT, segment_ids_BT)
 
@@ -56,6 +57,7 @@ def loss(self, tokens, targets, segment_ids=None, images=None):
       images: [B, M, W, W, C], uint8; a row's pictures in the order of its placeholders, then empty
         slots. None: a batch of texts, whose program has no tower.
     """
+    check_rules(self.axes.logical_axes)
     targets = jnp.where(targets == self.config.image_token, -1, targets)
     model, tokens = with_pictures(self, tokens, images)
     return Decoder.loss(model, tokens, targets, segment_ids)

@@ -55,7 +55,7 @@ class PictureTokens(nnx.Module):
         self.positions = param(rngs, (patches, D), ("patch_positions", "embed"), 0.5)
         self.tower = Tower(tower, TOWER_LAYERS, rngs=rngs)
         self.norm = RMSNorm(D, tower.norm_eps, zero_centered=True)
-        self.project = param(rngs, (D, E), ("embed", "norm"), D**-0.5)
+        self.projection = param(rngs, (D, E), ("embed", "norm"), D**-0.5)
 
     def __call__(self, images_PWWC, axes: AxisNames) -> jax.Array:
         """Tokens of pictures, in the compute dtype.
@@ -73,7 +73,7 @@ class PictureTokens(nnx.Module):
         x_PTD = x_PTD.astype(jnp.float32) + table_TD.astype(jnp.float32)[None]
         x_PTD = self.tower(x_PTD.astype(config.dtype))
         x_PKD = self.norm(averaged(x_PTD, config.picture_tokens))
-        project_DE = config.use_weights(self.project, axes)[...].astype(x_PKD.dtype)
+        project_DE = config.use_weights(self.projection, axes)[...].astype(x_PKD.dtype)
         return dot("PKD,DE->PKE", x_PKD, project_DE, explicit("batch", None, None)).astype(
             config.dtype
         )
