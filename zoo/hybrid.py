@@ -160,8 +160,6 @@ class Config(LlamaOptions):
             )
         if has_experts:
             check_experts(self)
-        if self.balance_rate and not self.sigmoid:
-            raise ValueError(f"balance_rate={self.balance_rate} needs sigmoid=True")
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -340,10 +338,10 @@ class Layer(nnx.Module):
 
 
 def make_routed(config: Config, *, rngs: nnx.Rngs) -> GatedExperts:
-    """Experts with config.activation, whose choice has biases if scores are sigmoids."""
+    """Experts with config.activation, whose choice has biases as moe.Config says."""
     return GatedExperts(
         config,
-        biased=config.sigmoid,
+        biased=config.sigmoid or config.balance_rate > 0,
         normalize=config.normalize,
         sigmoid=config.sigmoid,
         scale=config.route_scale,
@@ -390,7 +388,7 @@ class SideBySide(nnx.Module):
 class Hybrid(Decoder):
     """Tokens in, next-token logits out. A cache has keys of the layers that attend, and states.
 
-    With balance_rate, a call of `loss` also moves the biases of sigmoids.
+    With balance_rate, a call of `loss` also moves the biases of the experts' choice.
     """
 
     axes = AXES

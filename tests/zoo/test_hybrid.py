@@ -123,7 +123,6 @@ def test_equal_orders_have_equal_configs():
         ({"pattern": "M-"}, "has no layer that attends"),
         ({"mamba_scales": (1.0, 2.0)}, "mamba_scales has 2 factors, not 5 or none"),
         ({"mlp_scales": (1.0, 2.0), "activation": "relu2"}, "need activation='swiglu'"),
-        ({"balance_rate": 0.1}, "balance_rate=0.1 needs sigmoid=True"),
         ({"num_layers": 3}, "num_layers=3 is less than the 4 layers"),
         ({"mamba_groups": 3}, "mamba_heads=16 is not divisible by mamba_groups=3"),
         ({"pattern": "M*E-"}, "num_experts=0 and pattern='M*E-' with E exclude each other"),
