@@ -524,7 +524,7 @@ row = functools.partial(
     config=Config,
     entry=ENTRY,
     # An import is dropless, as transformers computes it.
-    training={"capacity": None, "balance_weight": 1e-3},
+    training={"capacity": None, "balance_weight": 1e-3, "balance_rate": 0.0},
 )
 ROWS = (
     row(
