@@ -325,8 +325,9 @@ class Online:
         """
         held_out = self.questions.held_out[: self.flags.eval_prompts]
         variables = move(state, self.layout, self.sampler.layout)
-        names = ["reward", "length", "cut", "loss"]
-        sums = dict.fromkeys(names, 0.0)
+        by_name = [f"reward_{name}" for name in self.rewards.names]
+        several = by_name if len(by_name) > 1 else []
+        sums = dict.fromkeys(["reward", *several, "length", "cut", "loss"], 0.0)
         for first in range(0, len(held_out), self.batch_size):
             part = held_out[first : first + self.batch_size]
             asked = part + part[:1] * (self.batch_size - len(part))  # one program for all
@@ -336,6 +337,9 @@ class Online:
             _, rewards_BF, _ = self._rewarded(part, answers)
             reward = float((rewards_BF @ np.array(self.rewards.weights)).sum())
             sums["reward"] += reward
+            for name, total in zip(by_name, rewards_BF.sum(axis=0).tolist(), strict=True):
+                if several:
+                    sums[name] += total
             sums["loss"] -= reward
             sums["length"] += float((answers.tokens_BN >= 0).sum())
             sums["cut"] += float((~self._ended(answers)).sum())

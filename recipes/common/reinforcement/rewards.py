@@ -25,6 +25,8 @@ from recipes.common.runtime import Stopped, UserError, flag, processes, warn
 from recipes.common.runtime.flags import split
 
 STOP, ZERO = "stop", "zero"
+# The rewards without --reward.
+QUESTIONS = (parses.parses, parses.uses_parameter, parses.names_known, parses.two_kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +35,10 @@ class RewardFlags:
 
     reward: tuple[str, ...] = flag(
         (), "FILE.py:FUNCTION of (prompt, completion, row) → number, or of lists (prompts, completions, rows); "
-        "may be repeated; none: whether the prompt with the answer is Python that parses.", "optimizer",
+        "may be repeated; none: four questions about whether the prompt with the answer is Python.", "optimizer",
     )  # fmt: skip
     reward_weights: str = flag(
-        "", "Weights of the rewards in their sum, comma-separated; empty: 1 each.", "optimizer"
+        "", "Weights of the rewards in their sum, comma-separated; empty: 1 each, or a quarter without --reward.", "optimizer"
     )
     reward_seconds: float = flag(
         10.0, "Seconds that the reward of an answer may take, or of a step's answers if it takes lists.",
@@ -50,9 +52,9 @@ class RewardFlags:
     @property
     def weights(self) -> list[float]:
         """Raises UserError if they are not one number for each reward."""
-        count = max(len(self.reward), 1)
+        count = len(self.reward) or len(QUESTIONS)
         if not self.reward_weights:
-            return [1.0] * count
+            return [1.0 if self.reward else 1 / count] * count
         try:
             weights = [float(text) for text in split(self.reward_weights)]
         except ValueError:
@@ -144,7 +146,7 @@ class Rewards:
         self._flags = flags
         self.weights = flags.weights
         files = [_located(named) for named in flags.reward]
-        files = files or [(parses.__file__, parses.reward.__name__)]
+        files = files or [(parses.__file__, question.__name__) for question in QUESTIONS]
         names = [name for _, name in files]
         self.names = [
             name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)
