@@ -208,6 +208,46 @@ PAID = {
 }
 
 
+QUESTIONS = (parses.parses, parses.uses_parameter, parses.names_known, parses.two_kinds)
+
+
 @pytest.mark.parametrize("completion", PAID)
 def test_only_python_that_does_something_is_paid(completion):
-    assert parses.reward(PROMPT, completion, {}) == PAID[completion]
+    assert parses.parses(PROMPT, completion, {}) == PAID[completion]
+    if not PAID[completion]:
+        assert [question(PROMPT, completion, {}) for question in QUESTIONS] == [0, 0, 0, 0]
+
+
+# Uses a parameter, knows its names, has two kinds of statements.
+ANSWERED = {
+    "return width * height\n": (1, 1, 0),
+    "self.get_name()\n": (0, 0, 0),  # the shortest way to a whole line
+    "return size\n": (0, 0, 0),
+    "size = width\n    return size\n": (1, 1, 1),
+    "for i in range(3):\n        print(i)\n": (0, 1, 1),
+    "for i in range(3):\n        print(j)\n": (0, 0, 1),
+    "width = 3\n    return width\n": (1, 1, 1),
+    "width = 3\n": (0, 1, 0),
+    "import os as system\n    system.exit(height)\n": (1, 1, 1),
+    "try:\n        width()\n    except OSError as error:\n        raise error\n": (1, 1, 1),
+    "def inner(x):\n        return x\n    inner(1)\n": (0, 1, 1),
+    "return 1\nprint(width)\n": (0, 1, 1),  # after the function
+}
+
+
+@pytest.mark.parametrize("completion", ANSWERED)
+def test_each_question_is_answered(completion):
+    found = tuple(question(PROMPT, completion, {}) for question in QUESTIONS[1:])
+    assert found == ANSWERED[completion]
+
+
+def test_a_function_without_parameters_has_none_to_use():
+    assert parses.uses_parameter("def now():\n    ", "return 1\n", {}) == 1
+    assert parses.names_known("def now(zone: Zone = HERE):\n    ", "return zone\n", {}) == 1
+    assert parses.uses_parameter("x = 1\n", "y = x\n", {}) == 1
+
+
+def test_the_bare_command_pays_a_quarter_for_each_question():
+    flags = RewardFlags()
+    assert flags.weights == [0.25] * 4
+    assert RewardFlags(reward_weights="1,0,0,0").weights == [1, 0, 0, 0]

@@ -38,7 +38,9 @@ class RewardFlags:
         "may be repeated; none: four questions about whether the prompt with the answer is Python.", "optimizer",
     )  # fmt: skip
     reward_weights: str = flag(
-        "", "Weights of the rewards in their sum, comma-separated; empty: 1 each, or a quarter without --reward.", "optimizer"
+        "",
+        "Weights of the rewards in their sum, comma-separated; empty: 1 each, or a quarter without --reward.",
+        "optimizer",
     )
     reward_seconds: float = flag(
         10.0, "Seconds that the reward of an answer may take, or of a step's answers if it takes lists.",
