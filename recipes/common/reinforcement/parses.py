@@ -1,8 +1,8 @@
-"""The rewards of the bare command: four questions about an answer, each worth 1 or 0.
+"""The rewards of the bare command: four questions about an answer, each worth at most 1.
 
     parses           with its prompt, is it Python that parses, and does it do something?
     uses_parameter   does the function read one of its parameters, if it has any?
-    names_known      is every name that is read in the prompt, assigned in the text, or built in?
+    names_known      of the names that it reads, how many are parameters, assigned in the text, or built in?
     two_kinds        are there statements of two kinds, such as an assignment and a return?
 
 The text is only parsed, never run. What follows the last line break is cut off by the limit and doesn't
@@ -40,7 +40,6 @@ def names_known(prompt: str, completion: str, row: dict[str, Any]) -> float:
     if not added:
         return 0.0
     known = {*dir(builtins)} | {name.id for name in _names(tree, ast.Store)}
-    known |= {name.id for name in _names(ast.parse(prompt + "pass\n"), ast.Load)}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             known.add(node.arg)
@@ -50,7 +49,9 @@ def names_known(prompt: str, completion: str, row: dict[str, Any]) -> float:
             known.add((node.asname or node.name).split(".")[0])
         elif isinstance(node, ast.ExceptHandler):
             known.add(node.name or "")
-    return float(all(name.id in known for name in _names(tree, ast.Load)))
+    first = prompt.count("\n") + 1  # line of the answer
+    read = [name.id for name in _names(tree, ast.Load) if name.lineno >= first]
+    return sum(name in known for name in read) / max(len(read), 1)
 
 
 def two_kinds(prompt: str, completion: str, row: dict[str, Any]) -> float:
