@@ -218,16 +218,17 @@ def test_only_python_that_does_something_is_paid(completion):
         assert [question(PROMPT, completion, {}) for question in QUESTIONS] == [0, 0, 0, 0]
 
 
-# Uses a parameter, knows its names, has two kinds of statements.
+# Uses a parameter, the share of names that it knows, has two kinds of statements.
 ANSWERED = {
     "return width * height\n": (1, 1, 0),
     "self.get_name()\n": (0, 0, 0),  # the shortest way to a whole line
     "return size\n": (0, 0, 0),
     "size = width\n    return size\n": (1, 1, 1),
     "for i in range(3):\n        print(i)\n": (0, 1, 1),
-    "for i in range(3):\n        print(j)\n": (0, 0, 1),
+    "for i in range(3):\n        print(j)\n": (0, 2 / 3, 1),
     "width = 3\n    return width\n": (1, 1, 1),
-    "width = 3\n": (0, 1, 0),
+    "width = 3\n": (0, 0, 0),  # reads none
+    "size = width + height + depth\n": (1, 2 / 3, 0),
     "import os as system\n    system.exit(height)\n": (1, 1, 1),
     "try:\n        width()\n    except OSError as error:\n        raise error\n": (1, 1, 1),
     "def inner(x):\n        return x\n    inner(1)\n": (0, 1, 1),
