@@ -1,8 +1,7 @@
 """Draws what the bare command of `recipes.grpo` learns: recipes/docs/pictures/rewards.svg.
 
-python -m recipes.grpo --workdir=QUESTIONS
-python -m recipes.grpo --workdir=PARSES --reward_weights=1,0,0,0
-python -m tests.by_hand.reward_curves QUESTIONS PARSES
+python -m recipes.grpo --workdir=RUN
+python -m tests.by_hand.reward_curves RUN
 """
 
 import json
@@ -18,26 +17,25 @@ from tests.conftest import ROOT
 CURVES = {
     "parses": ("parses, does something", "#777777"),
     "uses_parameter": ("uses a parameter", "#0072b2"),
-    "names_known": ("knows its names", "#d55e00"),
+    "names_known": ("names known", "#d55e00"),
     "two_kinds": ("two kinds of statements", "#009e73"),
 }
-TITLES = ("the bare command", "parsing alone earns a reward")
 
 
-def main(runs: list[pathlib.Path]) -> None:
+def main(run: pathlib.Path) -> None:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     matplotlib.rcParams["svg.hashsalt"] = "0"
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for axes, run, title in zip(figure.subplots(1, 2), runs, TITLES, strict=True):
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for question, (label, color) in CURVES.items():
-            name = f"held_out_reward_{question}"
-            shares = {r["step"]: r[name] for r in records if name in r}
-            axes.plot([*shares], [*shares.values()], "o-", color=color, markersize=3, label=label)
-        axes.set(xlabel="step", ylabel="share of held-out prompts", ylim=(-0.03, 1.03), title=title)
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for question, (label, color) in CURVES.items():
+        name = f"held_out_reward_{question}"
+        shares = {r["step"]: r[name] for r in records if name in r}
+        axes.plot([*shares], [*shares.values()], "o-", color=color, markersize=3, label=label)
+    axes.set(xlabel="step", ylabel="share of held-out prompts", ylim=(-0.03, 1.03))
     axes.legend(frameon=False)
     path = ROOT / "recipes" / "docs" / "pictures" / "rewards.svg"
     figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    main([pathlib.Path(name) for name in sys.argv[1:]])
+    main(pathlib.Path(sys.argv[1]))

@@ -330,16 +330,24 @@ def test_a_run_learns_what_is_rewarded(tune, tmp_path, quick):
 
 
 @pytest.mark.full
-def test_the_reference_of_an_adapter_is_the_model_without_it(tune, tmp_path, quick):
-    workdir = tmp_path / "w"
+def test_the_reference_of_an_adapter_is_the_model_without_it(tune, start, tmp_path, quick):
+    """With the same reward twice: metrics have both, and their sum."""
+    workdir, reward = tmp_path / "w", start[1][-1]
     out = tune(
         "--mesh=1x1", "--lora_rank=4", "--kl=0.01", "--learning_rate=0.02", "--top_k=20",
-        f"--workdir={workdir}",
+        reward, "--reward_weights=1,0.5", f"--workdir={workdir}",
     )  # fmt: skip
     assert "Reference: the model without its adapter, which takes no more memory" in out
     kls = [kl for (kl,) in records(workdir, "kl")]
     assert kls[0] == pytest.approx(0, abs=1e-6)
     assert kls[-1] > 1e-4
+    for prefix, count in {"": STEPS, "held_out_": 3}.items():
+        names = [f"{prefix}{name}" for name in ("reward", "reward_reward_0", "reward_reward_1")]
+        rewards = records(workdir, *names)
+        assert len(rewards) == count
+        for total, first, second in rewards:
+            assert first == second
+            assert total == pytest.approx(1.5 * first)
 
 
 @pytest.mark.full
