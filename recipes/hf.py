@@ -60,6 +60,10 @@ class Export(Folders):
 class Import(Folders):
     mesh: str = flag("", "Device mesh to read onto, as in every recipe; empty: all on data.")
     rules: str = flag("", "Sharding rules, as in every recipe; empty: chosen by the mesh.")
+    entry: str = flag(
+        "", "Entry that reads the folder, if several can: gemma3 reads the text model of a Gemma 3 that "
+        "sees, and gemma3_vision all of it. Empty: the text model.",
+    )  # fmt: skip
 
 
 def import_(flags: Import) -> None:
@@ -67,7 +71,7 @@ def import_(flags: Import) -> None:
 
     # ---- Check the folder, and its layout on the mesh, before any tensor is read ----------------
     name = flags.source.removeprefix("hf:")
-    folder = checkpoint.find(f"hf:{name}", "--source", base=flags.base)
+    folder = checkpoint.find(f"hf:{name}", "--source", base=flags.base, entry=flags.entry)
     layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
     tokens = folder.tokenizer()
     if tokens:

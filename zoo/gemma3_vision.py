@@ -93,15 +93,30 @@ class Config(gemma3.Config):
 
     @classmethod
     def small(cls) -> "Config":
-        """948,416 parameters. The laptop default, with bytes as tokens and 8 × 8 pixels."""
+        """198,144 parameters. The laptop default, with bytes as tokens and 8 × 8 pixels."""
         return cls(
-            384, 128, 4, num_heads=8, num_kv_heads=4, head_dim=16, mlp=352,
-            layer_kinds=(AttentionType(32, 1e4),) * 3 + (AttentionType(None, 1e6),),
-            query_scalar=16, remat="dots",
-            image_size=8, patch=2, channels=1, tower_embed=64, tower_layers=3, tower_heads=8,
-            tower_mlp=256, picture_tokens=4, image_token=383, picture_begin=381,
+            384, 64, 2, num_heads=4, num_kv_heads=4, head_dim=16, mlp=176,
+            layer_kinds=(AttentionType(32, 1e4), AttentionType(None, 1e6)), query_scalar=16,
+            remat="none",
+            image_size=8, patch=2, channels=1, tower_embed=64, tower_layers=2, tower_heads=4,
+            tower_mlp=128, picture_tokens=4, image_token=383, picture_begin=381,
             picture_end=382, mean=(0.0,), std=(1.0,),
         )  # fmt: skip
+
+    @classmethod
+    def gemma3_4b(cls) -> "Config":
+        """4,300,079,472 parameters. Gemma 3 4B, whole."""
+        return cls(**vars(gemma3.Config.gemma3_4b()))
+
+    @classmethod
+    def gemma3_12b(cls) -> "Config":
+        """12,187,325,040 parameters. Gemma 3 12B, whole."""
+        return cls(**vars(gemma3.Config.gemma3_12b()))
+
+    @classmethod
+    def gemma3_27b(cls) -> "Config":
+        """27,432,406,640 parameters. Gemma 3 27B, whole."""
+        return cls(**vars(gemma3.Config.gemma3_27b()))
 
 
 SIZES = {

@@ -27,6 +27,7 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "moe": Entry("MoE", "data.text", "nats a token"),
     "gpt2": Entry("GPT2", "data.text", "nats a token"),
     "gemma3": Entry("Gemma3", "data.text", "nats a token"),
+    "gemma3_vision": Entry("Gemma3Vision", "data.pictured", "nats a token"),
     "gpt_oss": Entry("GptOss", "data.text", "nats a token"),
     "gemma4": Entry("Gemma4", "data.text", "nats a token"),
     "deepseek": Entry("DeepSeek", "data.text", "nats a token"),

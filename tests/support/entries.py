@@ -39,6 +39,7 @@ DENSE = {
 FAMILY_CASES = {
     "gpt2": DENSE,
     "gemma3": DENSE,
+    "gemma3_vision": {"4x2": ["fsdp_tp_sp"], "data=2,seq=2,model=2": ["fsdp_cp_tp"]},
     "gpt_oss": {
         "4x2": ["fsdp_tp", "fsdp_tp_sp"],
         "1x8": ["fsdp_tp"],
@@ -150,7 +151,8 @@ class Entry:
         return any(count_shards(layout.rules, axis, layout.mesh.shape) > 1 for axis in axes)
 
     def _batches(self, seq_len: int) -> list[Example]:
-        known = vars(self.config) | {"seed": 0, "seq_len": seq_len}
+        with_pictures = entries.ENTRIES[self.name].data == "data.pictured"  # rows of 62 tokens
+        known = vars(self.config) | {"seed": 0, "seq_len": 64 if with_pictures else seq_len}
         if entries.ENTRIES[self.name].data in OF_TEXT:
             known["dataset"] = str(paragraphs())
         feed = iter(train_batches(entries.dataset(self.name, known), BATCH, seed=0))

@@ -18,6 +18,6 @@ def keys_of(name: str) -> dict[str, Any]:
 def config_of(keys: dict[str, Any], file: pathlib.Path = ROOT / "config.json") -> Any:
     """Our Config for the keys of a config.json. Raises UserError."""
     (name,) = keys["architectures"]
-    (family,) = (family for family in FAMILIES if name in family.architectures)
+    family = next(family for family in FAMILIES if name in family.architectures)
     keys = keys | {"model_type": family.architectures[name]}
     return config_from(family, family.text_keys(keys, file), file)

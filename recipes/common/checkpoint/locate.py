@@ -30,6 +30,7 @@ class Location:
     folder: str  # where process 0 finds it
     hf_name: str = ""  # of a Hugging Face model or adapter; empty: a checkpoint
     base: "Location | None" = None  # of an adapter
+    entry: str = ""  # that reads a model folder, of several that can
 
     def open(self) -> WeightSource:
         """The model, or the adapter alone. Raises UserError."""
@@ -40,7 +41,8 @@ class Location:
 
         # Each host has its own copy of a model on the Hub.
         return hf.open_folder(
-            pathlib.Path(self.folder) if processes.is_first() else hf.locate(self.hf_name)
+            pathlib.Path(self.folder) if processes.is_first() else hf.locate(self.hf_name),
+            self.entry,
         )
 
 
@@ -50,7 +52,11 @@ def published() -> list[str]:
 
 
 def find(
-    path: str | pathlib.Path, flag: str = "--restore_from", hash_files: bool = True, base: str = ""
+    path: str | pathlib.Path,
+    flag: str = "--restore_from",
+    hash_files: bool = True,
+    base: str = "",
+    entry: str = "",
 ) -> WeightSource:
     """The checkpoint at a path: a run's workdir (its newest one) or a checkpoint's own folder.
 
@@ -64,10 +70,11 @@ def find(
       flag: the flag to name in messages.
       hash_files: whether to hash every file, see integrity.verify.
       base: path of an adapter's base if it has moved.
+      entry: that reads a model folder, if several can; empty: the first of them.
 
     Raises UserError if there is none, or it is damaged.
     """
-    location = on_all(lambda: with_base(_locate(str(path), f"{flag}={path}"), base))
+    location = on_all(lambda: with_base(_locate(str(path), f"{flag}={path}", entry), base))
     _require_intact(location, hash_files)
     return load(location, hash_files)
 
@@ -94,7 +101,7 @@ def with_base(location: Location, base: str) -> Location:
         return location
     path = base or recorded
     try:
-        base_location = _locate(path, f"--base={path}")
+        base_location = _locate(path, f"--base={path}", location.entry)
     except UserError as error:
         raise _without_base(named, error) from None
     if _recorded_base(base_location):
@@ -118,25 +125,25 @@ def _without_base(named: str, error: UserError) -> UserError:
     return UserError(f"{named} is an adapter without its base ({reason}); {FIX}")
 
 
-def _locate(path: str, named: str) -> Location:
+def _locate(path: str, named: str, entry: str = "") -> Location:
     """What is at a path, without an adapter's base. Raises UserError if a file is missing."""
     if path.startswith("hf:"):
         from recipes.common import hf
 
         name = path.removeprefix("hf:")
-        return Location(named, str(hf.locate(name)), name)
+        return Location(named, str(hf.locate(name)), name, entry=entry)
     with folders.user_errors(f"{named} can't be read", "use another"):
         folder = folders.to_path(path, named.partition("=")[0])
         if not folder.exists() and path == folder.name:
             folder = PUBLISHED / folder.name
         checkpoint = _newest(folder)
         if not checkpoint and (folder / PEFT_CONFIG).is_file():
-            return Location(named, str(folder), str(folder))
+            return Location(named, str(folder), str(folder), entry=entry)
         if not checkpoint:
             raise _nothing_there(folder, named)
         if bad := integrity.check_files(checkpoint):
             raise UserError(f"{named}: {bad} in {checkpoint}; use an intact checkpoint")
-        return Location(named, str(folders.absolute(checkpoint)))
+        return Location(named, str(folders.absolute(checkpoint)), entry=entry)
 
 
 def _newest(folder: pathlib.Path) -> pathlib.Path | None:

@@ -96,13 +96,15 @@ def open_run(entry: str, run: Run, *groups, recipe: str = "") -> RunFolder:
     step, damaged = _open_workdir(path, run.verify, locks) if in_use else (0, {})
     newest = source = base = None
     if step:
-        own = locate.Location(f"--workdir={path}", str(path / "checkpoints" / str(step)))
+        own = locate.Location(
+            f"--workdir={path}", str(path / "checkpoints" / str(step)), entry=entry
+        )
         location = locate.on_all(lambda: locate.with_base(own, base_flag))
         newest = locate.load(location, run.verify)
         base = newest.metadata.get("base")
         _check_entry(entry, newest, "--workdir")
     elif run.restore_from:
-        source = locate.find(run.restore_from, "--restore_from", run.verify, base_flag)
+        source = locate.find(run.restore_from, "--restore_from", run.verify, base_flag, entry)
         base = adapters.describe_base(source, run.restore_from) if rank else None
         _check_entry(entry, source, "--restore_from")
     elif rank:

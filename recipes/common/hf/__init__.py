@@ -9,6 +9,10 @@ from recipes.common.hf.folder import EXPORTABLE, Folder, locate, write
 from recipes.common.hf.peft import Adapter, is_adapter, read_adapter, write_adapter
 
 
-def open_folder(path: pathlib.Path) -> Folder | Adapter:
-    """Opens and checks a folder with a model or an adapter. Raises UserError."""
-    return read_adapter(path) if is_adapter(path) else Folder(path)
+def open_folder(path: pathlib.Path, entry: str = "") -> Folder | Adapter:
+    """Opens and checks a folder with a model or an adapter. Raises UserError.
+
+    Args:
+      entry: as in Folder.
+    """
+    return read_adapter(path) if is_adapter(path) else Folder(path, entry)

@@ -19,6 +19,7 @@ from recipes.common.hf import (
     deepseek,
     float8,
     gemma,
+    gemma3_vision,
     gemma4,
     gpt2,
     gpt_oss,
@@ -43,6 +44,7 @@ UNIMPORTANT = ("architectures", "model_type", "_name_or_path", "version", "dtype
 UNIMPORTANT += ("token_id", "initializer_range", "drop", "summary")
 FAMILIES = (
     *(*llama.FAMILIES, *moe.FAMILIES, gpt2.FAMILY, gemma.FAMILY, gemma.WITH_VISION),
+    gemma3_vision.FAMILY,
     *gemma4.FAMILIES,
     *(gpt_oss.FAMILY, deepseek.FAMILY, *qwen3_next.FAMILIES, *hybrid.FAMILIES),
     vit.FAMILY,
@@ -77,8 +79,11 @@ class Folder:
 
     step = 0
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: pathlib.Path, entry: str = ""):
         """Reads config.json and the headers of the tensor files, but no tensors.
+
+        Args:
+          entry: of several that read such folders, the one to read it; empty: the first in FAMILIES.
 
         Raises UserError if the folder is not a complete model that the zoo implements.
         """
@@ -87,7 +92,7 @@ class Folder:
             raise UserError(f"{path} is a file; use its folder")
         file = path / "config.json"
         theirs = tensors.read_json(file)
-        self.family, kind = _family(theirs, file)
+        self.family, kind = _family(theirs, file, entry)
         _check_format(theirs, self.family, file)
         contents = theirs
         theirs = self.family.text_keys(theirs | {"model_type": kind}, file)
@@ -297,10 +302,15 @@ def config_from(family: Family, keys: dict[str, Any], file: pathlib.Path) -> Any
         raise UserError(f"{file} makes no sense: {error}; use this model's config.json") from None
 
 
-def _family(theirs: dict[str, Any], file: pathlib.Path) -> tuple[Family, str]:
-    """The (family, model_type) of a config.json, from its architecture. Raises UserError."""
+def _family(theirs: dict[str, Any], file: pathlib.Path, entry: str = "") -> tuple[Family, str]:
+    """The (family, model_type) of a config.json, from its architecture. Raises UserError.
+
+    Args:
+      entry: as in Folder.
+    """
     known = {}
-    for family in FAMILIES:
+    # What is known last counts.
+    for family in sorted(reversed(FAMILIES), key=lambda family: family.entry == entry):
         for name, kind in family.architectures.items():
             known[name] = known[kind] = family, kind
     names = theirs.get("architectures") or [theirs.get("model_type")]

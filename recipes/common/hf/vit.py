@@ -90,11 +90,12 @@ class Processor:
 
 OF_VIT = Processor("ViTImageProcessor", "bilinear")
 OF_SIGLIP = Processor("SiglipImageProcessor", "bicubic")
+OF_GEMMA3 = Processor("Gemma3ImageProcessor", "bilinear")
 OF_CLIP = Processor(
     "CLIPImageProcessor", "bicubic",
     mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711), crops=True,
 )  # fmt: skip
-CLASSES = {processor.name: processor for processor in (OF_VIT, OF_SIGLIP, OF_CLIP)}
+CLASSES = {processor.name: processor for processor in (OF_VIT, OF_SIGLIP, OF_GEMMA3, OF_CLIP)}
 
 
 def canonical(name: str) -> str:
@@ -173,7 +174,8 @@ def inputs(
     crops = keys.get("do_center_crop", processor.crops)
     if crops and not may_crop:
         raise theirs.refused("do_center_crop", True)
-    theirs.refuse({"do_resize": (True,), "do_pad": (False,), "use_square_size": (False,)})
+    off = ("do_pad", "use_square_size", "do_pan_and_scan")
+    theirs.refuse({"do_resize": (True,), **dict.fromkeys(off, (False,))})
     for key in ("crop_size", "size") if crops else ("size",):
         size = keys.get(key) or sizes["image_size"]
         if isinstance(size, dict):
