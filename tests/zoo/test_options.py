@@ -35,7 +35,9 @@ OPTIONS = {
     "global_window": 3, "keys_as_values": None, "wide_shared_layers": True, "local_rope_theta": 77.0,
     "rotary_fraction": 1.0, "shared_layers": 1,
     "lora_targets": ("q",), "attention_every": 3, "conv_width": 4, "token_types": 0, "modern": True,
-    "pattern": "ECM*", "conv_bias": False, "least_step": 0.3, "activation": "relu2",
+    "pattern": "ECM*", "conv_bias": False, "least_step": 0.3, "activation": "relu2", "mamba_norm": False,
+    "mamba_scales": (2.0, 3.0, 0.5, 0.7, 1.5), "mamba_out_scale": 3.0, "attention_out_scale": 3.0,
+    "key_scale": 3.0, "mlp_scales": (2.0, 3.0),
 }  # fmt: skip
 NEEDS = {
     "joint_qk_norm": {"qk_norm": True},
@@ -51,6 +53,9 @@ NEEDS = {
     "lora_targets": {"lora_rank": 2},
     "balance_rate": {"sigmoid": True},
     "wide_shared_layers": {"shared_layers": 2},
+    "mamba_out_scale": {"pattern": "PE"},
+    "attention_out_scale": {"pattern": "PE"},
+    "key_scale": {"pattern": "PE"},
 }
 # Of Bert: the vectors of texts and their classes, which the loss of masked tokens lacks;
 # tests/hf/test_encoders.py has their values.

@@ -27,9 +27,10 @@ TRAINED = {
     "deepseek": {"16b": 8_192, "671b": 131_072, "kimi_k2": 131_072},
     "qwen3_next": {"80b_a3b": 262_144, "qwen35_9b": 262_144, "qwen35_35b_a3b": 262_144},
     "hybrid": {
-        "lfm2_350m": 32_768, "lfm2_1b": 32_768, "granite4_h_micro": 131_072,
+        "lfm2_350m": 32_768, "lfm2_1b": 32_768, "lfm2_8b_a1b": 32_768, "granite4_h_micro": 131_072,
         "granite4_h_tiny": 131_072, "granite4_h_small": 131_072,
-        "nemotron_h_8b": 8_192, "nemotron_nano_9b": 131_072,
+        "nemotron_h_8b": 8_192, "nemotron_nano_9b": 131_072, "nemotron3_nano_30b": 262_144,
+        "falcon_h1_1b": 131_072, "falcon_h1_7b": 262_144,
     },
 }  # fmt: skip
 
