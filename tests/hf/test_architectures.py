@@ -27,8 +27,11 @@ def test_the_page_lists_the_architectures_that_load(request):
 
 
 def test_no_architecture_is_in_two_families():
-    names = [name for family in FAMILIES for name in family.architectures]
+    """But for those that one entry reads whole, and another without the tower."""
+    whole = [family for family in FAMILIES if family.entry == "gemma3_vision"]
+    names = [name for family in FAMILIES if family not in whole for name in family.architectures]
     assert len(names) == len({*names})
+    assert {*names} >= {name for family in whole for name in family.architectures}
 
 
 KIMI_ROPE = {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0}
