@@ -202,6 +202,7 @@ class Successor:
     shapes: ClassVar = {"params": {}}
     axes: ClassVar = {"params": {}}
     names: ClassVar = DECODER
+    batch_axes: ClassVar = ()
 
     def merge(self, variables):
         return self

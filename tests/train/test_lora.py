@@ -714,10 +714,14 @@ def test_a_relative_s_peft_adapter_matches_peft_and_is_exported_bit_equal(name, 
         json.loads((folder / "adapter_config.json").read_text())
         for folder in (golden, tmp_path / "b")
     )
-    if (
-        name != "granitemoehybrid"
-    ):  # of which experts have modules of the same last words: whole names
-        assert {*theirs["target_modules"]} == {*ours["target_modules"]}
+    # A list may have last words or whole names: what counts is which modules they choose.
+    weights = safetensors.numpy.load_file(base / "model.safetensors")
+    modules = [tensor.removesuffix(".weight") for tensor in weights]
+    chosen = [
+        {m for m in modules for t in keys["target_modules"] if f".{m}".endswith(f".{t}")}
+        for keys in (theirs, ours)
+    ]
+    assert chosen[0] == chosen[1] != set()
 
 
 def test_gpt2_s_factors_lie_side_by_side_in_peft_s(tmp_path):
