@@ -101,6 +101,7 @@ def loss_and_gradients(mesh: str, strategy: str, slots: int = M, **changes):
             ("data=2,seq=4", "cp", M, (("context", "ring"),)),
             ("data=2,seq=2,model=2", "fsdp_cp_tp", M, ()),
             ("data=4,pipe=2", "pp", M, (("num_layers", 4),)),
+            ("data=4,pipe=2", "pp_zero1", M, (("num_layers", 4),)),
             ("data=2,pipe=2,model=2", "fsdp_pp_tp", M, (("num_layers", 4),)),
             ("data=4,pipe=2", "fsdp_pp", M, (("num_layers", 4), ("pipeline", "gpipe"))),
         ],

@@ -30,7 +30,8 @@ from flax import nnx
 
 from ..core.decoder import Decoder
 from ..core.sharding import (
-    AxisNames, active_rules, check_rules, constrain, explicit, mesh_axes, reshape, shards,
+    AxisNames, active_rules, cast, check_rules, constrain, explicit, has_slot, mesh_axes, reshape,
+    shards,
 )  # fmt: skip
 from ..core.vocabulary import SHARDS, Batch, look_up
 from .spans import with_spans
@@ -160,9 +161,14 @@ def run_tower(model: Any, images: jax.Array, has_any: jax.Array) -> jax.Array:
 
 
 def with_whole_vectors(vision: Any, axes: AxisNames):
-    """A tower with biases as the active rules split them; `Config.use_layer` gathers matrices alone."""
+    """A tower with biases as the active rules split them; `Config.use_layer` gathers matrices alone.
+
+    Weights outside of the layers that have slots for their gradients get plain arrays in their place.
+    """
 
     def gather(weight: nnx.Variable) -> nnx.Variable:
+        if has_slot(weight.get_value()) and not axes.stacks & {*weight.out_sharding}:
+            weight = weight.replace(cast(weight.get_value()))
         if axes.in_use.keys() & {*weight.out_sharding}:
             return weight
         return weight.replace(constrain(weight[...], *weight.out_sharding))
