@@ -323,11 +323,9 @@ def granite_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     return keys | {ROUTED: keys.get("num_local_experts", 8), "num_local_experts": None}
 
 
-def granite_fields(file: ConfigFile) -> dict[str, Any]:
-    mixers = letters(file, "layer_types", GRANITE_TYPES)
-    shared = file.number("shared_intermediate_size", 1_024)
+def mamba_fields(file: ConfigFile, inner: int) -> dict[str, Any]:
+    """Heads, their dim and the least step; inner: heads times their dim. Raises UserError."""
     heads = file.number("mamba_n_heads", 128)
-    inner = file.number("mamba_expand", 2) * file.number("hidden_size")
     if file.keys.get("mamba_d_head") in (None, "auto"):
         file = file.with_keys(mamba_d_head=inner // heads)
     head_dim = file.number("mamba_d_head")
@@ -336,6 +334,13 @@ def granite_fields(file: ConfigFile) -> dict[str, Any]:
     limits = file.keys.get(LIMITS) or [0.0, INFINITY]
     if not isinstance(limits, list | tuple) or limits[1] not in (math.inf, INFINITY):
         raise file.refused(LIMITS, limits)
+    return {"mamba_heads": heads, "mamba_head_dim": head_dim, "least_step": float(limits[0])}
+
+
+def granite_fields(file: ConfigFile) -> dict[str, Any]:
+    mixers = letters(file, "layer_types", GRANITE_TYPES)
+    shared = file.number("shared_intermediate_size", 1_024)
+    inner = file.number("mamba_expand", 2) * file.number("hidden_size")
     feeds = "-"
     fields: dict[str, Any] = {"mlp": shared}
     if file.keys.get(ROUTED):
@@ -350,9 +355,7 @@ def granite_fields(file: ConfigFile) -> dict[str, Any]:
     if rope not in (None, "nope", "rope"):
         raise file.refused("position_embedding_type", rope)
     order = "".join(mixer + feeds for mixer in mixers)
-    return fields | pattern_fields(file, order, per_layer=2) | {
-        "mamba_heads": heads, "mamba_head_dim": head_dim, "least_step": float(limits[0]),
-    }  # fmt: skip
+    return fields | pattern_fields(file, order, per_layer=2) | mamba_fields(file, inner)
 
 
 def read_granite(file: ConfigFile, theta: float, partial: bool) -> list[AttentionType]:
@@ -390,18 +393,9 @@ def factors(file: ConfigFile, key: str, count: int) -> list[float]:
 
 def falcon_fields(file: ConfigFile) -> dict[str, Any]:
     number = functools.partial(file.number, default=1.0, kind=float)
-    heads = file.number("mamba_n_heads", 128)
     inner = file.keys.get("mamba_d_ssm")
     if inner is None:
         inner = file.number("mamba_expand", 2) * file.number("hidden_size")
-    if file.keys.get("mamba_d_head") in (None, "auto"):
-        file = file.with_keys(mamba_d_head=inner // heads)
-    head_dim = file.number("mamba_d_head")
-    if head_dim * heads != inner:
-        raise file.refused("mamba_d_head", head_dim)
-    limits = file.keys.get(LIMITS) or [0.0, INFINITY]
-    if not isinstance(limits, list | tuple) or limits[1] not in (math.inf, INFINITY):
-        raise file.refused(LIMITS, limits)
     normed = file.keys.get("mamba_rms_norm") is True
     if normed and file.keys.get(BEFORE_GATE) is not False:
         raise file.refused(BEFORE_GATE, file.keys.get(BEFORE_GATE))
@@ -409,20 +403,21 @@ def falcon_fields(file: ConfigFile) -> dict[str, Any]:
     scales = [number("ssm_in_multiplier") * x for x in factors(file, "ssm_multipliers", 5)]
     of_mlp = factors(file, "mlp_multipliers", 2)
     layers = file.number("num_hidden_layers")
-    return pattern_fields(file, "P-" * layers, per_layer=2) | {
-        "mamba_heads": heads,
-        "mamba_head_dim": head_dim,
-        "mamba_norm": normed,
-        "least_step": float(limits[0]),
-        "embed_scale": number("embedding_multiplier"),
-        "logits_divisor": inverse(number("lm_head_multiplier")),
-        # Queries and keys read the scaled input, and so do values.
-        "key_scale": read * read * number("key_multiplier"),
-        "attention_out_scale": read * number("attention_out_multiplier"),
-        "mamba_out_scale": number("ssm_out_multiplier"),
-        "mamba_scales": () if scales == [1.0] * 5 else tuple(scales),
-        "mlp_scales": () if of_mlp == [1.0] * 2 else tuple(of_mlp),
-    }
+    return (
+        pattern_fields(file, "P-" * layers, per_layer=2)
+        | mamba_fields(file, inner)
+        | {
+            "mamba_norm": normed,
+            "embed_scale": number("embedding_multiplier"),
+            "logits_divisor": inverse(number("lm_head_multiplier")),
+            # Queries and keys read the scaled input, and so do values.
+            "key_scale": read * read * number("key_multiplier"),
+            "attention_out_scale": read * number("attention_out_multiplier"),
+            "mamba_out_scale": number("ssm_out_multiplier"),
+            "mamba_scales": () if scales == [1.0] * 5 else tuple(scales),
+            "mlp_scales": () if of_mlp == [1.0] * 2 else tuple(of_mlp),
+        }
+    )
 
 
 def inverse(x: float) -> float:
