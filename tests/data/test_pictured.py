@@ -10,7 +10,7 @@ import pytest
 from data import DataError, pictured
 from data.batches import train_batches
 
-pytestmark = pytest.mark.promise("pictures")
+pytestmark = pytest.mark.promise("batches")
 
 K = pictured.OF_BYTES.count
 PICTURE = pictured.OF_BYTES.around()

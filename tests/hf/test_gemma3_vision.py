@@ -17,7 +17,7 @@ from tests.support.hf_families import TOLERANCE
 from tests.support.quick import QUICK
 from zoo.gemma3_vision import SIZES
 
-pytestmark = pytest.mark.promise("pictures")
+pytestmark = pytest.mark.promise("hugging-face")
 
 # Of transformers' Gemma3ForConditionalGeneration: three rows with two pictures, one and none.
 GOLDEN = ROOT / "tests" / "golden" / "pictures" / "gemma3"
