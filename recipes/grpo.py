@@ -10,6 +10,7 @@ same prompt. Running the same command again resumes. The result is a checkpoint 
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from data import questions
@@ -22,8 +23,10 @@ from recipes.common.preference.preference_flags import STORED, Reference
 from recipes.common.preference.reference import describe, frozen_start
 from recipes.common.reinforcement.losses import PolicyLoss
 from recipes.common.reinforcement.objective import Objective
-from recipes.common.reinforcement.online import Online, Rollout
+from recipes.common.reinforcement.online import Online
 from recipes.common.reinforcement.rewards import RewardFlags, Rewards
+from recipes.common.reinforcement.rollout_flags import Rollout
+from recipes.common.reinforcement.rows import Packing
 from recipes.common.report import flops, kernel
 from recipes.common.report.report import size
 from recipes.common.runtime import Run, UserError, make_mesh, print0
@@ -69,7 +72,7 @@ def main(
     layout = make_layout(
         model, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
-        seq_len=rollout.seq_len,
+        seq_len=rollout.pack_len or rollout.seq_len,
     )  # fmt: skip
     check_step(layout, training)
 
@@ -95,6 +98,13 @@ def main(
         reference = frozen_start(ref, layout, model, folder, run, rows=run.batch_size)
     else:
         refuse_unused(ref, vars(ref), "a reference, and --kl=0 has none", "add --kl=0.01")
+    packing = None
+    if rollout.pack_len:
+        shards = math.lcm(layout.batch_shards, reference.layout.batch_shards if reference else 1)
+        packing = Packing(
+            rollout.pack_len, rollout.seq_len, run.batch_size, shards * training.accumulate
+        )
+        layout = dataclasses.replace(layout, batch_size=packing.most_rows)
     copy = reference if reference and not reference.shares_weights else None
     about = f"Samples with rules {sampling.strategy}.", *describe(reference, ref)
     if run.plan:
@@ -110,7 +120,25 @@ def main(
         rollout.dataset, rollout.longest_prompt, tokenizer, rollout.eval_dataset, rollout.as_chat
     )
     print0(
-        *asked.notes, *kernel.report(layout, rollout.seq_len, False), *describe_set(flags), *about
+        *asked.notes,
+        *kernel.report(layout, layout.seq_len, packing is not None),
+        *describe_set(flags),
+        *about,
+    )
+
+    # ---- Step, state and training ----------------------------------------------------------------
+    objective = Objective(
+        loss,
+        rollout.max_new_tokens,
+        rollout.temperature,
+        reference.layout if reference else None,
+        packing.most_answers if packing else 1,
+    )
+    trained = dataclasses.replace(layout, model=layout.model._replace(loss=objective))
+    step = make_step(
+        trained,
+        dataclasses.replace(run, steps=run.steps * rollout.updates),
+        dataclasses.replace(training, warmup_steps=training.warmup_steps * rollout.updates),
     )
     online = Online(
         flags=rollout,
@@ -123,17 +151,8 @@ def main(
         folder=folder,
         batch_size=run.batch_size,
         seed=run.seed,
-    )
-
-    # ---- Step, state and training ----------------------------------------------------------------
-    objective = Objective(
-        loss, rollout.max_new_tokens, rollout.temperature, reference.layout if reference else None
-    )
-    trained = dataclasses.replace(layout, model=layout.model._replace(loss=objective))
-    step = make_step(
-        trained,
-        dataclasses.replace(run, steps=run.steps * rollout.updates),
-        dataclasses.replace(training, warmup_steps=training.warmup_steps * rollout.updates),
+        packing=packing,
+        train_step=step if packing else None,
     )
     row = rollout.updates * flops.decoder(layout.shape, rollout.seq_len)["causal"]
     data = online.dataset()

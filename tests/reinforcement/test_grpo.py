@@ -19,6 +19,7 @@ from recipes.common.generation.rollouts import Answers, Sampler, sampling_layout
 from recipes.common.reinforcement import online
 from recipes.common.reinforcement.losses import PolicyLoss
 from recipes.common.reinforcement.objective import Objective
+from recipes.common.reinforcement.rollout_flags import Rollout
 from recipes.common.report.report import bytes_per_device
 from recipes.common.runtime import Stopped
 from recipes.common.runtime.flags import Run, parse
@@ -213,7 +214,7 @@ def test_an_answer_s_id_is_its_step_prompt_and_number(tmp_path):
     layout, folder = layout_on("transformer", "", "1x1"), open_run("grpo", Run(), NoFlags())
     texts = [f"{n}?" for n in range(5)]
     prompts = [Question(np.array([*text.encode()], np.int32), text, {}, "") for text in texts]
-    flags = dataclasses.replace(online.Rollout(), seq_len=LENGTH, max_new_tokens=1, group_size=4)
+    flags = dataclasses.replace(Rollout(), seq_len=LENGTH, max_new_tokens=1, group_size=4)
     made = online.Online(
         flags=flags, loss=PolicyLoss(), layout=layout, sampler=Recorder(layout),
         questions=Questions(prompts, prompts, {}, ()), rewards=Even(), tokenizer=BYTES,
@@ -293,6 +294,7 @@ def test_a_run_resumes_bit_equal_with_its_samples(tune, tmp_path, quick):
 
 @pytest.mark.full
 def test_later_updates_of_a_rollout_are_clipped_and_resume(tune, tmp_path, quick):
+    """In packed rows."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     flags = (
         "--mesh=1x1",
@@ -302,6 +304,7 @@ def test_later_updates_of_a_rollout_are_clipped_and_resume(tune, tmp_path, quick
         "--keep_best=false",
         "--clip_low=0.001",
         "--top_p=0.9",
+        "--pack_len=120",
     )
     tune(*flags, "--learning_rate=0.02", f"--workdir={whole}")
     assert [n for n, _ in records(whole, "step", "loss")] == [1, 2, 3], "rollouts"
@@ -309,6 +312,7 @@ def test_later_updates_of_a_rollout_are_clipped_and_resume(tune, tmp_path, quick
     clipped = [x for (x,) in records(whole, "clipped")]
     assert clipped[0] == 0, "the warmup begins with a learning rate of 0"
     assert max(clipped) > 0.05
+    assert max(x for (x,) in records(whole, "padding")) < 0.5
     rates = [x for (x,) in records(whole, "learning_rate")]
     assert rates == pytest.approx([0.005, 0.02, 0.02]), "the mean of both updates"
     shutil.copytree(whole, killed)
@@ -372,6 +376,7 @@ MISTAKES = {
     "--reward=reward.txt:f": "is not FILE.py:FUNCTION",
     "--sample_rules=absent": "--sample_rules=absent",
     "--seq_len=50": "prompt of at most 3 tokens",
+    "--pack_len=90": "--pack_len=90 is shorter than a prompt with its answer, --seq_len=96; use",
 }
 
 

@@ -22,82 +22,20 @@ from recipes.common.checkpoint import RunFolder
 from recipes.common.generation.rollouts import Answers, Sampler
 from recipes.common.reinforcement.losses import PolicyLoss
 from recipes.common.reinforcement.rewards import Answered, Rewards
-from recipes.common.runtime import Stopped, UserError, flag, processes, warn
+from recipes.common.reinforcement.rollout_flags import Rollout
+from recipes.common.reinforcement.rows import Packing, answer_rows
+from recipes.common.runtime import Stopped, processes, warn
 from recipes.common.sharding import Layout, Tree
 from recipes.common.sharding.move import move
 from recipes.common.storage import folders, jsonl
 from recipes.common.train.feed import to_devices
+from recipes.common.train.step import TrainStep
 from zoo.options.log_probs import log_probs_and_metrics
 
 EVALUATION = 2**32 - 1  # in place of a step's number, for the random numbers of held-out answers
 # Dtype of activations → the largest mean difference between training and sampling, in nats a token, that
 # rounding explains: see recipes/docs/precision.md. Experts that rounding chooses otherwise are included.
 LARGEST_MISMATCH = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """Flags of the answers."""
-
-    dataset: str = flag(
-        "stdlib", "Prompts: stdlib, a file, folder or pattern of .jsonl or .parquet files, or hf:NAME, with "
-        "prompt or messages; the reward gets all columns.", "data",
-    )  # fmt: skip
-    eval_dataset: str = flag(
-        "", "Prompts to hold out, as --dataset takes them; empty: a part of --dataset.", "data"
-    )
-    eval_prompts: int = flag(
-        64, "Held-out prompts to answer in an evaluation, at most.", "data", at_least=1
-    )
-    tokenizer: str = flag(
-        "", "Tokenizer, if the model has none of its own: bytes, a tokenizer.json, ORG/NAME.",
-        "data", may_change=True,
-    )  # fmt: skip
-    as_chat: bool = flag(
-        False, "Give prompts that are texts to the model as messages, in its chat template.", "data"
-    )
-    seq_len: int = flag(96, "Tokens of a prompt with its answer.", "data", at_least=2)
-    max_new_tokens: int = flag(48, "Tokens of an answer, at most.", "data", at_least=1)
-    group_size: int = flag(
-        8, "Answers to a prompt, which are compared with each other; divides --batch_size.", "data",
-        at_least=2,
-    )  # fmt: skip
-    temperature: float = flag(1.0, "Temperature of the answers.", "data", at_least=0.01)
-    top_k: int = flag(
-        0, "Choose each token among the K likeliest, in training too; 0: among all.", "data", at_least=0
-    )  # fmt: skip
-    top_p: float = flag(
-        1.0, "Choose each token among the fewest that have this share of the probability, in training too.",
-        "data", at_least=0.01, at_most=1.0,
-    )  # fmt: skip
-    updates: int = flag(
-        1, "Updates from each rollout, of --batch_size answers each; from the second on, ratios are clipped.",
-        "optimizer", at_least=1,
-    )  # fmt: skip
-    mask_cut: bool = flag(
-        False, "Don't learn from answers that the limit has cut off.", "optimizer"
-    )
-    sample_rules: str = flag(
-        "", "Sharding rules to write answers with, on the same mesh; empty: those of training, with weights "
-        "gathered once.", may_change=True,
-    )  # fmt: skip
-
-    def check(self, batch_size: int) -> None:
-        """Raises UserError if the sizes don't fit each other."""
-        if batch_size % self.group_size:
-            raise UserError(
-                f"--batch_size={batch_size} answers are not divisible by --group_size={self.group_size}; use "
-                f"--batch_size={max(batch_size // self.group_size, 1) * self.group_size}"
-            )
-        if self.max_new_tokens >= self.seq_len:
-            raise UserError(
-                f"--max_new_tokens={self.max_new_tokens} leave no room for a prompt in "
-                f"--seq_len={self.seq_len}; use --seq_len={2 * self.max_new_tokens}"
-            )
-
-    @property
-    def longest_prompt(self) -> int:
-        return self.seq_len - self.max_new_tokens + 1  # the last token is only a target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +55,8 @@ class Online:
     folder: RunFolder
     batch_size: int  # answers of an update
     seed: int
+    packing: Packing | None = None
+    train_step: TrainStep | None = None  # with packing, which compiles it for other numbers of rows
     _programs: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     @property
@@ -126,13 +66,15 @@ class Online:
 
     def dataset(self) -> Dataset:
         """Facts about the rows, for `fit`; its examples are the prompts."""
-        T = self.flags.seq_len
+        T = self.packing.length if self.packing else self.flags.seq_len
         filler = {
             "tokens": np.zeros(T, np.int32),
             "targets": np.full(T, -1, np.int32),
             "sampler_log_probs": np.zeros(T, np.float32),
-            "advantage": np.zeros((), np.float32),
+            "advantage": np.zeros(T if self.packing else (), np.float32),
         }
+        if self.packing:
+            filler["segment_ids"] = np.zeros(T, np.int32)
         if self.sampler.truncates:
             filler["kept"] = np.zeros((T, self._bytes), np.uint8)
         if self.flags.updates > 1:
@@ -142,7 +84,7 @@ class Online:
             held_out=self.questions.held_out,  # type: ignore[arg-type]
             filler=filler,
             unit="tokens",
-            units=T * self.flags.updates,
+            units=self.flags.seq_len * self.flags.updates,
             config={},
             facts=self.questions.facts | {"rewards": self.rewards.names},
             notes=self.questions.notes,
@@ -183,6 +125,25 @@ class Online:
         self._begin_samples()
         return with_rollout
 
+    def for_any_rows(self, step: Callable[[Tree, Tree], tuple[Tree, Tree]]) -> Callable:
+        """The compiled step, also for fewer rows than it was compiled for."""
+
+        def with_rows(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            rows = len(batch["tokens"])
+            if not self.train_step or rows == self.layout.batch_size:
+                return step(state, batch)
+            if f"{rows} rows" not in self._programs:
+                layout = dataclasses.replace(self.train_step.layout, batch_size=rows)
+                abstract = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+                )
+                fewer = dataclasses.replace(self.train_step, layout=layout)
+                lowered = fewer.lower(abstract, self.dataset().filler)
+                self._programs[f"{rows} rows"] = lowered.compile()
+            return self._programs[f"{rows} rows"](state, batch)
+
+        return with_rows
+
     def _check_mismatch(self, k: int, mismatch: list[Any]) -> None:
         """Raises Stopped if the step before shows another model or text than was sampled from."""
         largest = LARGEST_MISMATCH[self.layout.dtype or "float32"]
@@ -209,7 +170,7 @@ class Online:
         reward_B = rewards_BF @ np.array(self.rewards.weights)
         rewards_PG = reward_B.reshape(-1, G)
         is_even_P = np.ptp(rewards_PG, axis=1) == 0
-        rows = self._rows(questions, answers)
+        rows, sizes_B = answer_rows([q.tokens for q in questions], answers, self.flags.seq_len)
         rows["advantage"] = self.loss.advantages(rewards_PG).reshape(-1).astype(np.float32)
         written_B = (answers.tokens_BN >= 0).sum(axis=1)
         is_cut_B = ~self._ended(answers)
@@ -218,10 +179,13 @@ class Online:
         if self.loss.loss == "dapo":
             rows["targets"][np.repeat(is_even_P, G)] = -1
         self._show_samples(k, questions[:G], texts, rewards_BF[:G], is_cut_B)
-        batches = [
-            self._on_devices({name: x[first : first + self.batch_size] for name, x in rows.items()})
-            for first in range(0, self.answers, self.batch_size)
-        ]
+        parts = [slice(n, n + self.batch_size) for n in range(0, self.answers, self.batch_size)]
+        batches = [{name: x[part] for name, x in rows.items()} for part in parts]
+        if self.packing:
+            sizes = [sizes_B[part] for part in parts]
+            batches = [self.packing(*x) for x in zip(batches, sizes, strict=True)]
+        positions = sum(batch["tokens"].size for batch in batches)
+        batches = [self._on_devices(batch) for batch in batches]
         if len(batches) > 1:
             batches = [batch | {"old_log_probs": self._old(state, batch)} for batch in batches]
         by_name = dict(zip(self.rewards.names, rewards_BF.mean(axis=0), strict=True))
@@ -233,30 +197,33 @@ class Online:
             "reward_errors": float(failed),
             "length": written_B.mean(),
             "cut": is_cut_B.mean(),
+            "padding": 1 - sizes_B.sum() / positions,
             "entropy": answers.entropies_BN.sum() / written_B.sum(),
             "sample_seconds": sampled - start,
             "reward_seconds": rewarded - sampled,
         }
 
     def _on_devices(self, rows: dict[str, np.ndarray]) -> Tree:
-        own = self.layout.process_rows
-        return to_devices({name: x[own] for name, x in rows.items()}, self.layout)
+        layout = dataclasses.replace(self.layout, batch_size=len(rows["tokens"]))
+        own = layout.process_rows
+        return to_devices({name: x[own] for name, x in rows.items()}, layout)
 
     def _old(self, state: Tree, batch: Tree) -> jax.Array:
         """Log-probabilities of a batch's answers by training's forward pass, before any update, [B, T]."""
         variables = {kind: state[kind] for kind in self.layout.model.shapes}
-        names = ("tokens", "targets", "kept")
+        names = ("tokens", "targets", "segment_ids", "kept")
         rows = {name: batch[name] for name in names if name in batch}
 
         def log_probs(variables, rows):
             model = self.layout.model.merge(variables)
             return log_probs_and_metrics(model, **rows, temperature=self.flags.temperature)[0]
 
-        if "old" not in self._programs:
-            self._programs["old"] = self.layout.compile(
+        name = f"old of {len(rows['tokens'])} rows"
+        if name not in self._programs:
+            self._programs[name] = self.layout.compile(
                 log_probs, variables, rows, out_shardings=batch["sampler_log_probs"].sharding
             )
-        return self._programs["old"](variables, rows)
+        return self._programs[name](variables, rows)
 
     def _prompts_of(self, k: int, count: int) -> list[tuple[int, Question]]:
         """The prompts of step k with their numbers: each epoch has all of them in an order of its own."""
@@ -268,28 +235,6 @@ class Online:
                 orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(len(train))
             picked.append((int(orders[epoch][place]), train[orders[epoch][place]]))
         return picked
-
-    def _rows(self, questions: list[Question], answers: Answers) -> dict[str, np.ndarray]:
-        """A row for each answer, after its prompt."""
-        B, T = len(questions), self.flags.seq_len
-        rows = {
-            "tokens": np.zeros((B, T), np.int32),
-            "targets": np.full((B, T), -1, np.int32),
-            "sampler_log_probs": np.zeros((B, T), np.float32),
-        }
-        if self.sampler.truncates:
-            rows["kept"] = np.zeros((B, T, self._bytes), np.uint8)
-        for b, question in enumerate(questions):
-            written = answers.tokens_BN[b][answers.tokens_BN[b] >= 0]
-            both = np.concatenate([question.tokens, written])
-            first = len(question.tokens) - 1  # the position that predicts the answer's first token
-            place = slice(first, first + len(written))
-            rows["tokens"][b, : len(both) - 1] = both[:-1]
-            rows["targets"][b, place] = written
-            rows["sampler_log_probs"][b, place] = answers.log_probs_BN[b, : len(written)]
-            if self.sampler.truncates:
-                rows["kept"][b, place] = answers.kept_BNW[b, : len(written)]
-        return rows
 
     def _ended(self, answers: Answers) -> np.ndarray:
         """Whether an answer ended before its limit, or with it, [B]."""

@@ -124,7 +124,8 @@ def fit(
             "evaluation": time.perf_counter() - evaluated_at,
         }
         with profile:
-            traced = profile.around(compiled, folder.step)
+            steps = online.for_any_rows(compiled) if online else compiled
+            traced = profile.around(steps, folder.step)
             if online:
                 traced, feed = online.around(traced), online.feed(folder.step)
             else:
@@ -142,6 +143,7 @@ def fit(
 class Online(Protocol):
     """Batches that the model itself makes: see recipes/common/reinforcement/online.py."""
 
+    def for_any_rows(self, step: Callable) -> Callable: ...
     def feed(self, first: int) -> Iterator[tuple[Any, float]]: ...
     def around(self, step: Callable) -> Callable: ...
     def __call__(self, state: Tree) -> Tree: ...
