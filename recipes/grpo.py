@@ -87,6 +87,7 @@ def main(
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         seed=run.seed,
+        slots=rollout.sample_slots,
     )
     sampler.check(rollout.longest_prompt)
     reference = None
@@ -108,7 +109,8 @@ def main(
     copy = reference if reference and not reference.shares_weights else None
     about = f"Samples with rules {sampling.strategy}.", *describe(reference, ref)
     if run.plan:
-        weights, cache = map(size, sampler.bytes_per_device(run.batch_size, rollout.longest_prompt))
+        answers = run.batch_size * rollout.updates
+        weights, cache = map(size, sampler.bytes_per_device(answers, rollout.longest_prompt))
         about = (
             *about,
             f"While it samples, a device also has weights of {weights} and a cache of {cache}.",

@@ -271,13 +271,16 @@ MEASURED = ("reward", "length", "cut", "entropy", "loss", "mismatch")
 
 @pytest.mark.full
 def test_a_run_resumes_bit_equal_with_its_samples(tune, tmp_path, quick):
+    """Answers take turns in four slots."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    out = tune("--mesh=2x2", f"--workdir={whole}")
+    out = tune("--mesh=2x2", "--sample_slots=4", f"--workdir={whole}")
     assert "Training data: 23 prompts." in out
     assert "Samples with rules fsdp_tp, gathered once." in out
     shutil.copytree(whole, killed)  # as if it was killed after its first checkpoint
     shutil.rmtree(killed / "checkpoints" / "4")
-    assert "Resumes at step 2, from " in tune("--mesh=2x2", f"--workdir={killed}")
+    assert "Resumes at step 2, from " in tune(
+        "--mesh=2x2", "--sample_slots=4", f"--workdir={killed}"
+    )  # fmt: skip
     assert_bit_equal(state_of(killed, 4), state_of(whole, 4))
     assert records(killed, *MEASURED) == records(whole, *MEASURED)
     assert len(records(whole, *MEASURED)) == STEPS
@@ -375,6 +378,7 @@ MISTAKES = {
     "--restore_from=mlp.digits": "which writes no answers",
     "--reward=reward.txt:f": "is not FILE.py:FUNCTION",
     "--sample_rules=absent": "--sample_rules=absent",
+    "--sample_slots=6 --mesh=4x2": "--sample_slots=6 is not divisible by the 4 shards of 'batch'",
     "--seq_len=50": "prompt of at most 3 tokens",
     "--pack_len=90": "--pack_len=90 is shorter than a prompt with its answer, --seq_len=96; use",
 }
@@ -382,7 +386,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("flags", full_except(MISTAKES, [*MISTAKES][:3]))
 def test_a_mistake_is_one_line(flags, inside, tmp_path):
-    done = inside("recipes.grpo", *flags.split(), "--mesh=1x1", f"--workdir={tmp_path / 'w'}")
+    done = inside("recipes.grpo", "--mesh=1x1", *flags.split(), f"--workdir={tmp_path / 'w'}")
     assert done.code == 2
     assert MISTAKES[flags] in done.err
     assert done.err.count("\n") == 1

@@ -48,13 +48,14 @@ class Cache(NamedTuple):
 
     If only some layers have keys and values, L counts these; `states` has what the others keep.
 
-    Rows are left-padded: the newest token of every row is in slot `length` - 1.
+    Rows are left-padded: the newest token of every row is in slot `length` - 1. Rows that begin at
+    different times each have a length of their own.
     """
 
     k: Any  # [L, B, S, K, H], rotated, in config.dtype, S having the logical axis `slots`; or a dict
     v: Any  # of such arrays by stack, of unlike_layers' stacks; likewise
     first: jax.Array  # [B], int32: the slot of each row's first token
-    length: jax.Array  # int32: the number of filled slots
+    length: jax.Array  # int32: the number of filled slots, or that of each row, [B]
     states: Any = None  # stack of other layers → their states, each [L, B, ...]
 
     def seen(self, window: int | None) -> jax.Array:
@@ -62,7 +63,8 @@ class Cache(NamedTuple):
         slots_S = jnp.arange(self.slots)
         least = 0 if window is None else self.length + 1 - window
         first_B1 = jnp.maximum(self.first, least)[:, None]
-        return (slots_S[None] >= first_B1) & (slots_S[None] < self.length)
+        length = self.length[:, None] if self.length.ndim else self.length
+        return (slots_S[None] >= first_B1) & (slots_S[None] < length)
 
     def of_layer(self, index: Any) -> tuple[jax.Array, jax.Array]:
         """A layer's keys and values, each [B, S, K, H]; index: its number, or its Place.
@@ -87,11 +89,64 @@ class Cache(NamedTuple):
 
     def append(self, kv, states) -> "Cache":
         """Returns the cache with one more token per row; a donated cache is updated in place."""
+        if self.length.ndim:
+            k, v = jax.tree.map(self._put_in_rows, (self.k, self.v), kv)
+            return Cache(k, v, self.first, self.length + 1, states)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=2)
         k, v = jax.tree.map(
             lambda x, new: in_slots(put, x)(x, new, self.length), (self.k, self.v), kv
         )
         return Cache(k, v, self.first, self.length + 1, states)
+
+    def _put_in_rows(self, x, new) -> jax.Array:
+        """Puts [L, B, 1, …] into [L, B, S, …], each row's into its next slot."""
+        if shards("slots") > 1:
+            is_next_BS = jnp.arange(self.slots)[None] == self.length[:, None]
+            is_next_BS = constrain(is_next_BS, "batch", "slots")
+            return jnp.where(is_next_BS[None, :, :, None, None], new.astype(x.dtype), x)
+
+        def put(x, new, length_B):
+            return x.at[:, jnp.arange(x.shape[1]), length_B].set(new[:, :, 0])
+
+        return on_shards(put, x, new, self.length)
+
+    def with_rows(self, is_new_B, other: "Cache", rows_B) -> "Cache":
+        """Returns the cache with rows of another one, whose rows have one length, where is_new_B.
+
+        Args:
+          other: slots beyond its own keep what they have.
+          rows_B: int, of `other`; counted on each device's own rows, if the rules split them.
+        """
+        is_new_B, rows_B = (constrain(x, "batch") for x in (is_new_B, rows_B))
+
+        def picked(x, new, is_new_B, rows_B):
+            new = jnp.take(new, rows_B, axis=1)
+            is_new = is_new_B.reshape((1, -1) + (1,) * (x.ndim - 2))
+            if new.shape == x.shape:
+                return jnp.where(is_new, new, x)
+            kept = x[:, :, : new.shape[2]]
+            return x.at[:, :, : new.shape[2]].set(jnp.where(is_new, new, kept))
+
+        mine, others = (self.k, self.v, self.states), (other.k, other.v, other.states)
+        k, v, states = jax.tree.map(
+            lambda x, new: on_shards(picked, x, new, is_new_B, rows_B), mine, others
+        )
+        first = on_shards(
+            lambda x, new, is_new, rows: jnp.where(is_new, jnp.take(new, rows), x),
+            *(self.first, other.first, is_new_B, rows_B),
+        )
+        length = jnp.where(is_new_B, other.length, self.length)
+        return Cache(k, v, first, length, states)
+
+
+def on_shards(function, *arrays) -> jax.Array:
+    """Runs a function on each device's own shards; the result is laid out like the first array."""
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    if mesh.empty or not mesh.explicit_axes:
+        return function(*arrays)
+    specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
+    local = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    return local(*arrays)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 A Generator returns to the host after every token, to show it. A Sampler stays on the devices until
 all rows have ended, and keeps what reinforcement learning needs of the distribution it sampled from.
+With fewer slots than answers, the next answer takes the slot of one that has ended.
 
-Shapes: B rows, T positions of prompts, N new tokens, V vocab, W bytes of V bits.
+Shapes: B rows, T positions of prompts, N new tokens, V vocab, W bytes of V bits, M slots, D shards of B and M.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import numpy as np
 from recipes.common.generation.generator import kept_logits
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Tree, make_layout
+from zoo.core.sharding import constrain
 from zoo.options import cache as zoo_cache
 from zoo.options.rope_scaling import LongRope
 
@@ -42,7 +44,7 @@ class Sampler:
     """Samples one answer to each prompt: (variables, prompts, ids) → Answers.
 
     An answer is a function of the model, its prompt and its id, on any mesh and whatever the other
-    rows are, up to rounding between meshes. Log-probabilities are those of the distribution that was
+    rows are, its slot and the time at which it begins, up to rounding between meshes. Log-probabilities are those of the distribution that was
     sampled from: with top_k or top_p, the softmax over the tokens that these keep; else that over the
     whole vocabulary, as in training: ids without a token are never written, and have next to no weight.
     """
@@ -55,6 +57,7 @@ class Sampler:
     top_k: int = 0  # as in generator.Sampling
     top_p: float = 1.0
     seed: int = 0
+    slots: int = 0  # M, answers that are written at a time; 0: all
     _compiled: dict[tuple[int, int], jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def check(self, longest: int) -> None:
@@ -64,6 +67,11 @@ class Sampler:
           longest: tokens of the longest prompt.
         """
         self.layout.check_whole("sampling answers")
+        if self.slots % (parts := self.layout.batch_shards):
+            raise UserError(
+                f"--sample_slots={self.slots} is not divisible by the {parts} shards of 'batch' (rules "
+                f"{self.layout.strategy!r}); use --sample_slots={self.slots + -self.slots % parts}"
+            )
         for scaling in {kind.rope_scaling for kind in self.layout.config.kinds}:
             length = longest + self.new_tokens
             if isinstance(scaling, LongRope) and longest <= scaling.original_length < length:
@@ -95,8 +103,9 @@ class Sampler:
         where = (parts, replicated, replicated, replicated)
         arguments = jax.device_put((tokens_BT, lengths_B, ids_BI, is_real_B), where)
         if (B, T) not in self._compiled:
+            write = self._write_in_slots if 0 < self.slots < B else self._write
             self._compiled[B, T] = layout.compile(
-                self._write, variables, *arguments, out_shardings=replicated
+                write, variables, *arguments, out_shardings=replicated
             )
         written = jax.device_get(self._compiled[B, T](variables, *arguments))
         return written.first(len(prompts))
@@ -116,18 +125,22 @@ class Sampler:
         layout = self.layout
         variables = layout.variables()
         B, T = self._padded(rows, longest)
-        slots = T + self.new_tokens + -(T + self.new_tokens) % layout.seq_shards
-        arguments = [
-            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.replicated)
-            for shape in ((B, T), (B,))
-        ]
+        sizes = [(B, self._length(T))]
+        if 0 < self.slots < B:
+            sizes = [(B, self._length_of_waiting(T)), (self.slots, self._length(T))]
 
-        def read(variables, tokens_BT, lengths_B):
+        def read(length, variables, tokens_BT, lengths_B):
             model = layout.model.merge(variables)
-            return zoo_cache.prefill(model, tokens_BT, lengths_B, slots)
+            return zoo_cache.prefill(model, tokens_BT, lengths_B, length)[1]
 
-        with layout.trace():
-            _, cache = jax.eval_shape(read, variables, *arguments)
+        def cache_of(rows: int, length: int) -> tuple:
+            arguments = [
+                jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.replicated)
+                for shape in ((rows, T), (rows,))
+            ]
+            with layout.trace():
+                cache = jax.eval_shape(functools.partial(read, length), variables, *arguments)
+            return cache.k, cache.v, cache.states
 
         def of_device(arrays: Any) -> int:
             return sum(
@@ -135,21 +148,26 @@ class Sampler:
                 for x in jax.tree.leaves(arrays)
             )
 
-        return of_device(variables), of_device((cache.k, cache.v, cache.states))
+        return of_device(variables), of_device([cache_of(*size) for size in sizes])
+
+    def _length(self, T: int) -> int:
+        """Slots of a row of the cache, after a prompt of T positions."""
+        length = T + self.new_tokens
+        return length + -length % self.layout.seq_shards
+
+    def _length_of_waiting(self, T: int) -> int:
+        """The same of a prompt that waits: as many, where devices share them out."""
+        return T if self.layout.seq_shards == 1 else self._length(T)
 
     def _write(self, variables, tokens_BT, lengths_B, ids_BI, is_real_B) -> Answers:
         """The program: reads the prompts, then writes a token per row until all rows have ended."""
         model = self.layout.model.merge(variables)
-        N, B = self.new_tokens, len(tokens_BT)
-        slots = tokens_BT.shape[1] + N
-        slots += -slots % self.layout.seq_shards
-        logits_BV, cache = zoo_cache.prefill(model, tokens_BT, lengths_B, slots)
-        choose = functools.partial(self._choose, self._keys(ids_BI))
-        written = Answers(jnp.full((B, N), -1), jnp.zeros((B, N)), jnp.zeros((B, N)))
-        if self.truncates:
-            W = -(-logits_BV.shape[1] // 8)
-            written = written._replace(kept_BNW=jnp.zeros((B, N, W), jnp.uint8))
-        token_B, written = choose(jnp.int32(0), logits_BV, is_real_B, written)
+        N, length = self.new_tokens, self._length(tokens_BT.shape[1])
+        logits_BV, cache = zoo_cache.prefill(model, tokens_BT, lengths_B, length)
+        keys_B = self._keys(ids_BI)
+        first = self._choose(keys_B, jnp.int32(0), logits_BV, is_real_B)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)
+        written = jax.tree.map(lambda x, new: put(x, new, 0), self._nothing(first), first)
 
         def goes_on(state):
             number, token_B, *_ = state
@@ -157,12 +175,87 @@ class Sampler:
 
         def step(state):
             number, token_B, cache, written = state
-            is_going_B = (token_B >= 0) & ~jnp.isin(token_B, jnp.array(self.end, jnp.int32))
+            is_going_B = (token_B >= 0) & ~self._is_end(token_B)
             logits_BV, cache = zoo_cache.decode(model, jnp.maximum(token_B, 0), cache)
-            token_B, written = choose(number, logits_BV, is_going_B, written)
-            return number + 1, token_B, cache, written
+            new = self._choose(keys_B, number, logits_BV, is_going_B)
+            written = jax.tree.map(lambda x, new: put(x, new, number), written, new)
+            return number + 1, new.tokens_BN, cache, written
 
-        return jax.lax.while_loop(goes_on, step, (jnp.int32(1), token_B, cache, written))[-1]
+        state = jnp.int32(1), first.tokens_BN, cache, written
+        return jax.lax.while_loop(goes_on, step, state)[-1]
+
+    def _write_in_slots(self, variables, tokens_BT, lengths_B, ids_BI, is_real_B) -> Answers:
+        """`_write` with M rows of a cache, which answers take in turn.
+
+        All prompts are read first, in one pass. Each answer has the same places in a row of the cache
+        whenever it begins, so that sums over them have one order. On a mesh, an answer stays on the
+        devices that have read its prompt.
+        """
+        model = self.layout.model.merge(variables)
+        N, M = self.new_tokens, self.slots
+        B, T = tokens_BT.shape
+        logits_BV, waiting = zoo_cache.prefill(
+            model, tokens_BT, lengths_B, self._length_of_waiting(T)
+        )
+        keys_B = self._keys(ids_BI)
+        first = self._choose(keys_B, jnp.int32(0), logits_BV, is_real_B)
+        written = jax.tree.map(lambda x, new: x.at[:, 0].set(new), self._nothing(first), first)
+        queue = Queue.of(is_real_B & ~self._is_end(first.tokens_BN) & (N > 1), self.layout)
+        nobody_M = jnp.zeros(M, bool)
+
+        def goes_on(state):
+            queue, slots, *_ = state
+            return slots.is_going_M.any() | queue.waits()
+
+        def step(state):
+            queue, slots, cache, written = state
+            queue, is_new_M, rows_M, answer_M = queue.take(slots.is_going_M, slots.answer_M)
+            cache = jax.lax.cond(
+                is_new_M.any(),
+                lambda cache: cache.with_rows(is_new_M, waiting, rows_M),
+                lambda cache: cache,
+                cache,
+            )
+            number_M = jnp.where(is_new_M, 1, slots.number_M)
+            token_M = jnp.where(is_new_M, first.tokens_BN[answer_M], slots.token_M)
+            is_going_M = slots.is_going_M | is_new_M
+            # Slots without an answer write over their own last token.
+            length_M = constrain(T + jnp.minimum(number_M, N - 1) - 1, "batch")
+            cache = cache._replace(length=length_M)
+            logits_MV, cache = zoo_cache.decode(model, jnp.maximum(token_M, 0), cache)
+            new = self._choose(keys_B[answer_M], number_M, logits_MV, is_going_M)
+            place = jnp.where(is_going_M, answer_M, B), number_M
+            written = jax.tree.map(lambda x, y: x.at[place].set(y, mode="drop"), written, new)
+            is_going_M &= ~self._is_end(new.tokens_BN) & (number_M + 1 < N)
+            slots = Slots(answer_M, number_M + 1, new.tokens_BN, is_going_M)
+            return queue, slots, cache, written
+
+        slots = Slots(jnp.zeros(M, int), jnp.ones(M, int), jnp.zeros(M, jnp.int32), nobody_M)
+        state = queue, slots, self._empty(waiting, T), written
+        return jax.lax.while_loop(goes_on, step, state)[-1]
+
+    def _empty(self, waiting, T: int):
+        """A cache of M empty rows, laid out like that of the prompts that wait."""
+        M, S = self.slots, self._length(T)
+
+        def zeros(x, length: int) -> jax.Array:
+            shape = (x.shape[0], M, *((length,) if length else x.shape[2:3]), *x.shape[3:])
+            return jnp.zeros(shape, x.dtype, out_sharding=jax.typeof(x).sharding.spec)
+
+        k, v = jax.tree.map(lambda x: zeros(x, S), (waiting.k, waiting.v))
+        states = jax.tree.map(lambda x: zeros(x, 0), waiting.states)
+        first = jnp.zeros(M, jnp.int32, out_sharding=jax.typeof(waiting.first).sharding.spec)
+        return zoo_cache.Cache(k, v, first, first, states)
+
+    def _is_end(self, token_B: jax.Array) -> jax.Array:
+        return jnp.isin(token_B, jnp.array(self.end, jnp.int32))
+
+    def _nothing(self, first: Answers) -> Answers:
+        """Answers of which nothing is written, to go with their first tokens."""
+        empty = jax.tree.map(
+            lambda x: jnp.zeros((len(x), self.new_tokens, *x.shape[1:]), x.dtype), first
+        )
+        return empty._replace(tokens_BN=empty.tokens_BN - 1)
 
     def _keys(self, ids_BI: jax.Array) -> jax.Array:
         def of_row(ids_I):
@@ -173,8 +266,12 @@ class Sampler:
 
         return jax.vmap(of_row)(ids_BI)
 
-    def _choose(self, keys_B, number, logits_BV, is_going_B, written: Answers):
-        """The next token of each row, -1 for rows that have ended; and all that was written so far."""
+    def _choose(self, keys_B, number, logits_BV, is_going_B) -> Answers:
+        """The next token of each row, -1 for rows that have ended, and what belongs to it; without N.
+
+        Args:
+          number: of the token in its answer, one for all rows or [B].
+        """
         logits_BV = jax.sharding.reshard(logits_BV, jax.P()) / self.temperature
         kept_BW = None
         if self.truncates:
@@ -185,21 +282,64 @@ class Sampler:
             kept_BW = jnp.where(is_going_B[:, None], kept_BW, 0)
         log_probs_BV = jax.nn.log_softmax(logits_BV)
 
-        def one(key, log_probs_V):
+        def one(key, number, log_probs_V):
             return jax.random.categorical(jax.random.fold_in(key, number), log_probs_V)
 
-        token_B = jax.vmap(one)(keys_B, log_probs_BV[:, : self.vocabulary]).astype(jnp.int32)
+        of_rows = jax.vmap(one, in_axes=(0, 0 if number.ndim else None, 0))
+        token_B = of_rows(keys_B, number, log_probs_BV[:, : self.vocabulary]).astype(jnp.int32)
         log_prob_B = jnp.take_along_axis(log_probs_BV, token_B[:, None], axis=1)[:, 0]
         probs_BV = jnp.exp(log_probs_BV)
         entropy_B = -jnp.where(probs_BV > 0, probs_BV * log_probs_BV, 0).sum(axis=1)
-        new = Answers(
+        return Answers(
             jnp.where(is_going_B, token_B, -1),
             jnp.where(is_going_B, log_prob_B, 0),
             jnp.where(is_going_B, entropy_B, 0),
             kept_BW,
         )
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=1)
-        return new.tokens_BN, jax.tree.map(put, written, new)
+
+
+class Slots(NamedTuple):
+    """What the rows of a cache are at."""
+
+    answer_M: jax.Array  # the answer that a slot has, or had
+    number_M: jax.Array  # the number of its next token
+    token_M: jax.Array  # its last token
+    is_going_M: jax.Array  # False: the slot is free
+
+
+class Queue(NamedTuple):
+    """Answers that wait for a slot, in order: each shard of the batch has its own."""
+
+    rows_DQ: jax.Array  # of the shard's cache of prompts; those that wait come first
+    count_D: jax.Array  # how many wait
+    next_D: jax.Array  # how many of them have begun
+
+    @classmethod
+    def of(cls, is_waiting_B: jax.Array, layout: Layout) -> "Queue":
+        D = layout.batch_shards if layout.mesh.explicit_axes else 1
+        is_waiting_DQ = is_waiting_B.reshape(D, -1)
+        rows_DQ = jnp.argsort(~is_waiting_DQ, axis=1, stable=True)
+        return cls(rows_DQ, is_waiting_DQ.sum(axis=1), jnp.zeros(D, int))
+
+    def waits(self) -> jax.Array:
+        return (self.next_D < self.count_D).any()
+
+    def take(self, is_going_M, answer_M) -> "tuple[Queue, jax.Array, jax.Array, jax.Array]":
+        """Gives free slots to the next answers.
+
+        Returns: (the queue after that, the slots that have another answer, the rows of their shards'
+          prompts, all slots' answers), each [M].
+        """
+        D, Q = self.rows_DQ.shape
+        is_free_DM = ~is_going_M.reshape(D, -1)
+        place_DM = self.next_D[:, None] + jnp.cumsum(is_free_DM, axis=1) - 1
+        is_new_DM = is_free_DM & (place_DM < self.count_D[:, None])
+        rows_DM = jnp.take_along_axis(self.rows_DQ, jnp.clip(place_DM, 0, Q - 1), axis=1)
+        answer_DM = rows_DM + Q * jnp.arange(D)[:, None]
+        is_new_M = is_new_DM.reshape(-1)
+        answer_M = jnp.where(is_new_M, answer_DM.reshape(-1), answer_M)
+        after = self._replace(next_D=self.next_D + is_new_DM.sum(axis=1))
+        return after, is_new_M, rows_DM.reshape(-1), answer_M
 
 
 def sampling_layout(model: type, training: Layout, rules: str = "") -> Layout:

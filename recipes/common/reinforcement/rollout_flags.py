@@ -55,6 +55,10 @@ class Rollout:
         "", "Sharding rules to write answers with, on the same mesh; empty: those of training, with weights "
         "gathered once.", may_change=True,
     )  # fmt: skip
+    sample_slots: int = flag(
+        0, "Answers that are written at a time: the next takes the place of one that has ended; 0: all of a "
+        "step.", may_change=True, at_least=0,
+    )  # fmt: skip
 
     def check(self, batch_size: int) -> None:
         """Raises UserError if the sizes don't fit each other."""
