@@ -674,6 +674,23 @@ def test_a_head_beside_tied_embeddings_must_be_the_same(folder):
         hf.Folder(theirs)
 
 
+def test_a_tied_head_is_that_of_the_family_s_embeddings():
+    """A folder may store a head beside the embeddings that it is tied to, under the family's own names."""
+    missing = {}
+    for file in sorted(GOLDEN.glob("*/config.json")):
+        keys = json.loads(file.read_text())
+        config = config_of(keys, file)
+        if "tie_embeddings" not in {field.name for field in dataclasses.fields(config)}:
+            continue
+        (name,) = keys["architectures"]
+        family = next(family for family in hf.folder.FAMILIES if name in family.architectures)
+        table = family.tensors(dataclasses.replace(config, tie_embeddings=True))
+        names = {row[0] for row in table.values() if isinstance(row[0], str)}
+        missing[file.parent.name] = {*family.tied.values()} - names
+    assert len(missing) > 40
+    assert not [name for name, tables in missing.items() if tables]
+
+
 def test_a_large_model_is_written_in_files_with_an_index(tmp_path, monkeypatch):
     monkeypatch.setattr(hf.tensors, "FILE_BYTES", 20_000)
     source = GOLDEN / "qwen2"

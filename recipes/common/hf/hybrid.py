@@ -649,5 +649,10 @@ def in_backbone(name: str) -> str:
 *OTHERS, NEMOTRON = (one.family for one in ROWS)
 FAMILIES = (
     *OTHERS,
-    dataclasses.replace(NEMOTRON, peft_name=peft_name, canonical=in_backbone),
+    dataclasses.replace(
+        NEMOTRON,
+        tied={"lm_head.weight": "backbone.embeddings.weight"},
+        peft_name=peft_name,
+        canonical=in_backbone,
+    ),
 )
