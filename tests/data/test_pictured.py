@@ -2,24 +2,33 @@
 
 import io
 import json
+import struct
+import zlib
 
 import numpy as np
 import PIL.Image
 import pytest
 
-from data import DataError, pictured
+from data import DataError, images, picture_rows, pictured, tokenizer
 from data.batches import train_batches
+from tests.support import small_tokenizers
 
 pytestmark = pytest.mark.promise("batches")
 
-K = pictured.OF_BYTES.count
-PICTURE = pictured.OF_BYTES.around()
+K = picture_rows.OF_BYTES.count
+PICTURE = picture_rows.OF_BYTES.around()
 
 
 def png(shade: int, size: int = 8) -> bytes:
     buffer = io.BytesIO()
     PIL.Image.fromarray(np.full((size, size), shade, np.uint8)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def of_size(picture: bytes, width: int, height: int) -> bytes:
+    """A PNG whose header states another size."""
+    header = b"IHDR" + struct.pack(">II", width, height) + picture[24:29]
+    return picture[:12] + header + struct.pack(">I", zlib.crc32(header)) + picture[33:]
 
 
 @pytest.fixture
@@ -68,7 +77,7 @@ def test_other_forms_of_rows_are_the_same_row(tmp_path):
         {"messages": [{"role": "user", "content": "<image>What?"}, answer],
          "image": {"bytes": png(10), "path": None}},
     ]  # fmt: skip
-    made = [pictured.with_marks(row, tmp_path, "row") for row in forms]
+    made = [picture_rows.with_marks(row, tmp_path, "row") for row in forms]
     for row, pictures in made:
         assert row == made[0][0]
         (picture,) = pictures
@@ -85,9 +94,19 @@ def test_other_forms_of_rows_are_the_same_row(tmp_path):
         (ROW | {"images": ["a.png", "http://x/y.png"]}, "line 1: a picture is"),
         (ROW | {"completion": "yes" * 9}, "line 1 has 46 tokens .* --seq_len=40"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 'the type "audio"'),
+        (ROW | {"images": ["a.png", "cut.jpg"]}, r"line 1: the picture .*cut.jpg can't be read"),
+        (ROW | {"images": ["a.png", "empty.png"]}, r"line 1: the picture .*empty.png can't be read"),
+        (ROW | {"images": ["a.png", "flat.png"]}, r"line 1: the picture .*flat.png can't be read"),
+        (ROW | {"images": ["a.png", "huge.png"]}, "line 1: the picture .*huge.png has more than 89,"),
     ],
 )  # fmt: skip
-def test_a_mistake_names_its_row(write, row, said):
+def test_a_mistake_names_its_row(write, row, said, tmp_path):
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(np.zeros((64, 64), np.uint8)).save(buffer, "JPEG")
+    (tmp_path / "cut.jpg").write_bytes(buffer.getvalue()[:-90])
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "flat.png").write_bytes(of_size(png(0), 8, 0))
+    (tmp_path / "huge.png").write_bytes(of_size(png(0), 20_000, 5_000))
     with pytest.raises(DataError, match=said):
         pictured.load(write(row, TEXT), seq_len=40)
 
@@ -101,3 +120,51 @@ def test_a_resumed_run_sees_the_same_batches(write):
         wanted, found = next(every), next(resumed)
         assert wanted.keys() == found.keys()
         assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_pictures_are_checked_by_their_headers_and_named_when_they_break_later(
+    write, tmp_path, monkeypatch
+):
+    rows = [ROW | {"completion": str(i)} for i in range(20)]
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "decode", None)  # as it is called, this fails
+        data = pictured.load(write(*rows), seq_len=40)
+    (tmp_path / "b.png").write_bytes(png(1)[:50])
+    with pytest.raises(DataError, match=r"rows.jsonl line \d+: the picture .*b.png can't be read"):
+        next(iter(train_batches(data, 4, seed=0)))
+
+
+def test_all_rows_are_evaluated_on(write):
+    rows = [ROW | {"completion": f"a {i}"} for i in range(20)]
+    data = pictured.load(write(*rows), seq_len=40, part="all")
+    assert len(data.held_out) == 20
+    assert data.held_out_bytes == sum(len(row["completion"]) for row in rows)
+
+
+def test_a_margin_is_around_each_picture(write):
+    """As the processor of Gemma 3 has line breaks around each picture."""
+    spaced = picture_rows.OF_BYTES._replace(margin="\n\n")
+    data = pictured.load(write(ROW, ROW), seq_len=60, picture=spaced)
+    tokens = [256, *b"\n\n", *PICTURE, *b"\n\nDark? \n\n", *PICTURE, *b"\n\nyes"]
+    row = data.train.rows[0]
+    assert row.tokens.tolist() == tokens
+    assert row.is_target.sum() == len("yes")
+    prompt = {"prompt": picture_rows.MARK + "Dark? " + picture_rows.MARK}
+    asked = picture_rows.asked(
+        prompt, ["a", "b"], "--prompt", picture_rows.for_pictures(tokenizer.BYTES, spaced), spaced
+    )
+    assert asked.tokens.tolist() == tokens[: -len("yes")]
+
+
+def test_a_rendered_conversation_has_margins_that_its_template_would_strip():
+    """Templates trim messages, and a picture may come first."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
+    files = small_tokenizers.with_template(small_tokenizers.byte_level(), template)
+    chat = tokenizer.from_files(files)
+    spaced = picture_rows.OF_BYTES._replace(margin="\n\n")
+    row = {"messages": [{"role": "user", "content": picture_rows.MARK + "Who?"}]}
+    asked = picture_rows.asked(
+        row, ["a"], "--prompt", picture_rows.for_pictures(chat, spaced), spaced
+    )
+    before, after = chat.encode(["<user>\n\n", "\n\nWho?\n"])
+    assert asked.tokens.tolist() == [*before, *PICTURE, *after]

@@ -1,0 +1,318 @@
+"""Rows with pictures as tokens: what they learn, and prompts to answer.
+
+    {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+                  {"role": "assistant", "content": "A cat."}], "images": ["cat.png"]}
+    {"prompt": "<image>What is it?", "completion": "A cat.", "image": "cat.png"}
+    {"conversations": [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A cat."}],
+     "image": "cat.png"}
+
+Pictures (picture_files.py) are in the column `image` or `images`, or in the part of a message. Part by
+part, or by <image> in a text, they take their places in order. In tokens, a picture is a token that
+begins it, K placeholders and one that ends it; none of these is a target.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data import DataError, conversations, sources
+from data.conversations import MESSAGES, PAIRS
+from data.picture_files import reference
+from data.tokenizer import Tokenizer
+
+TAG = "<image>"  # where a picture is in a text
+MARK = "\ufffc"  # where it is until it becomes tokens: the character for an object in a text
+SINGLE, SEVERAL, LLAVA = "image", "images", "conversations"  # columns
+
+
+class PictureTokens(NamedTuple):
+    """How a picture becomes tokens: fields of a Config."""
+
+    begin: int
+    placeholder: int
+    end: int
+    count: int  # K
+    margin: str = ""  # text before and after them
+
+    def around(self) -> list[int]:
+        """The tokens of a picture."""
+        return [self.begin, *[self.placeholder] * self.count, self.end]
+
+
+OF_BYTES = PictureTokens(begin=381, placeholder=383, end=382, count=4)  # of our byte models
+
+
+class PictureRow(NamedTuple):
+    """A row before its pictures are read."""
+
+    tokens: np.ndarray  # int32
+    is_target: np.ndarray  # bool per token
+    pictures: tuple[Any, ...]  # in order: a path, bytes, or pixels
+    where: str  # file and line, for errors
+    target_bytes: int = 0  # of the text that its targets stand for
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureTokenizer(Tokenizer):
+    """A tokenizer of texts with MARK, which divides a text as a control token does.
+
+    Rendered conversations get the margins after rendering: templates strip white space where a message
+    begins.
+    """
+
+    margin: str = ""
+
+    def render(self, *args, **kwargs) -> str:
+        return self.with_margins(super().render(*args, **kwargs))
+
+    def with_margins(self, text: str) -> str:
+        """A text with a margin around each MARK."""
+        return text.replace(MARK, self.margin + MARK + self.margin)
+
+    @functools.cached_property
+    def mark(self) -> np.ndarray:
+        """The ids that stand for a picture."""
+        return super().encode([MARK])[0]
+
+    def encode(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        return [
+            self._parts(text, lambda part: super(PictureTokenizer, self).encode([part])[0])
+            for text in texts
+        ]
+
+    def encode_rendered(self, text: str) -> np.ndarray:
+        return self._parts(text, super().encode_rendered)
+
+    def _parts(self, text: str | bytes, encode: Callable[[Any], np.ndarray]) -> np.ndarray:
+        if not isinstance(text, str) or MARK not in text:
+            return encode(text)
+        first, *others = (
+            encode(part) if part else np.zeros(0, np.int32) for part in text.split(MARK)
+        )
+        return np.concatenate([first, *(ids for part in others for ids in (self.mark, part))])
+
+
+def for_pictures(tokenizer: Tokenizer, picture: PictureTokens) -> PictureTokenizer:
+    """The tokenizer of texts with pictures."""
+    fields = {field.name: vars(tokenizer)[field.name] for field in dataclasses.fields(Tokenizer)}
+    return PictureTokenizer(**fields, margin=picture.margin)
+
+
+# ---- rows to learn -------------------------------------------------------------------------------
+
+
+def encoded(
+    row: dict[str, Any],
+    pictures: Sequence[Any],
+    where: str,
+    tokenizer: PictureTokenizer,
+    picture: PictureTokens,
+) -> Iterator[PictureRow]:
+    """Tokenizes a row of messages, or of a prompt and a completion, with MARK for its pictures.
+
+    Raises DataError if it has another number of pictures than of marks, or nothing to learn.
+    """
+    kind = MESSAGES if "messages" in row else PAIRS
+    checked = conversations.checked(row, kind, where)
+    before, learned, *context = json.loads(checked)
+    count = _marks([before, learned])
+    check_places(count, len(pictures), where)
+    if isinstance(before, str):
+        texts = map(tokenizer.with_margins, (before, learned))
+        checked = json.dumps([*texts, *context], ensure_ascii=False).encode(errors="replace")
+    for document in conversations.documents(checked, tokenizer, where):
+        tokens, is_target, found = expanded(document, tokenizer.mark, picture)
+        if found > count or (found < count and kind == PAIRS):
+            raise _lost_place(where)
+        size = conversations.target_bytes(document, tokenizer)
+        yield PictureRow(tokens, is_target, tuple(pictures[:found]), where, size)
+
+
+def check_places(places: int, pictures: int, where: str) -> None:
+    """Raises DataError if a row has another number of pictures than of their places."""
+    if places != pictures:
+        raise DataError(
+            f"{where} has {pictures} pictures and {places} places for them ({TAG}, or parts of type "
+            "image); give it as many of both"
+        )
+
+
+def _marks(cells: Any) -> int:
+    return json.dumps(cells, ensure_ascii=False, default=str).count(MARK)
+
+
+def _lost_place(where: str) -> DataError:
+    return DataError(
+        f"{where}: the chat template does not render each picture's place once; use another template"
+    )
+
+
+def expanded(
+    document: conversations.Document, mark: np.ndarray, picture: PictureTokens
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """(tokens and targets of a document with pictures for their marks, the number of pictures)."""
+    tokens, is_target = [], []
+    found = position = 0
+    while position < len(document.tokens):
+        if np.array_equal(document.tokens[position : position + len(mark)], mark):
+            around = picture.around()
+            tokens += around
+            is_target += [False] * len(around)
+            position += len(mark)
+            found += 1
+        else:
+            tokens.append(document.tokens[position])
+            is_target.append(document.targets[position])
+            position += 1
+    return np.array(tokens, np.int32), np.array(is_target, bool), found
+
+
+# ---- prompts to answer ---------------------------------------------------------------------------
+
+
+class Prompt(NamedTuple):
+    """A prompt with pictures."""
+
+    tokens: np.ndarray  # int32
+    pictures: tuple[Any, ...]  # in order: a path or bytes
+
+
+def asked(
+    row: dict[str, Any],
+    pictures: Sequence[Any],
+    where: str,
+    tokenizer: PictureTokenizer,
+    picture: PictureTokens,
+) -> Prompt:
+    """Tokenizes a row's `prompt` to continue or its `messages` to answer, from `with_marks`.
+
+    Raises DataError if it has another number of pictures than of marks.
+    """
+    messages = row.get("messages")
+    check_places(_marks(messages or row["prompt"]), len(pictures), where)
+    if messages:
+        context = conversations.context(row, where)
+        tokens = tokenizer.ask(messages, context)
+    else:
+        tokens = tokenizer.prompt(tokenizer.with_margins(row["prompt"]))
+    document = conversations.Document(tokens, np.zeros(len(tokens), bool))
+    tokens, _, found = expanded(document, tokenizer.mark, picture)
+    if found != len(pictures):
+        raise _lost_place(where)
+    return Prompt(tokens, tuple(pictures))
+
+
+# ---- forms of rows -------------------------------------------------------------------------------
+
+
+def with_marks(row: Any, folder: pathlib.Path, where: str) -> tuple[dict[str, Any], list[Any]]:
+    """A row in which MARK stands for each picture, and its pictures. Raises DataError."""
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is not an object with columns; write one JSON object a line")
+    given = row.get(SEVERAL)
+    given = [row.get(SINGLE)] if given is None else given
+    listed = [one for one in (given if isinstance(given, list) else [given]) if one is not None]
+    if LLAVA in row and "messages" not in row:
+        row = {"messages": _messages_of(row[LLAVA], where)}
+    kept = {name: cell for name, cell in row.items() if name not in (SINGLE, SEVERAL, LLAVA)}
+    in_parts: list[Any] = []
+    for name in ("messages", "prompt", "completion"):
+        if name in kept:
+            kept[name] = _marked(kept[name], in_parts, where)
+    if in_parts and listed:
+        raise DataError(
+            f"{where} has pictures in its messages and in a column; keep them in one of the two"
+        )
+    return kept, [reference(one, folder, where) for one in in_parts or listed]
+
+
+def _messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
+    """Messages of LLaVA's conversations."""
+    is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
+    if not is_list or not all({"from", "value"} <= {*turn} for turn in turns):
+        raise DataError(f'{where}: {LLAVA!r} is not a list of {{"from": …, "value": …}}; write one')
+    roles = conversations.SPEAKERS
+    return [{"role": roles.get(t["from"], t["from"]), "content": t["value"]} for t in turns]
+
+
+def _marked(cell: Any, in_parts: list[Any], where: str) -> Any:
+    """A text or messages with marks for pictures; adds pictures of parts to `in_parts`."""
+    if isinstance(cell, str):
+        return cell.replace(TAG, MARK)
+    if not isinstance(cell, list):
+        return cell
+    made = []
+    for message in cell:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            content = "".join(_text_of_part(part, in_parts, where) for part in content)
+        elif isinstance(content, str):
+            content = content.replace(TAG, MARK)
+        made.append(message | {"content": content} if isinstance(message, dict) else message)
+    return made
+
+
+def _text_of_part(part: Any, in_parts: list[Any], where: str) -> str:
+    """A part of a message's content as text. Raises DataError if it is neither picture nor text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    if kind in ("image", "image_url"):
+        own = next(
+            (part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None
+        )
+        own = own.get("url") if kind == "image_url" and isinstance(own, dict) else own
+        if own is not None:
+            in_parts.append(own)
+        return MARK
+    raise DataError(
+        f"{where}: a part of a message has the type {json.dumps(kind)}; the model reads text and image"
+    )
+
+
+def read(
+    dataset: str, tokenizer: Tokenizer, picture: PictureTokens
+) -> tuple[list[PictureRow], list[PictureRow] | None]:
+    """(rows of a file or of hf:NAME, those of its test split or None). Raises DataError."""
+    path = pathlib.Path(dataset).expanduser()
+    if dataset.startswith("hf:"):
+        rows, test = sources.rows(dataset)
+        folder = pathlib.Path()
+    elif path.is_file():
+        rows, test = sources.rows_of_file(dataset, path), None
+        folder = path.parent
+    else:
+        raise DataError(
+            f"--dataset={dataset} does not exist; use digits, a JSON Lines or Parquet file, or hf:NAME"
+        )
+
+    tokens = for_pictures(tokenizer, picture)
+
+    def every(rows: Iterable[tuple[str, Any]]) -> list[PictureRow]:
+        made = []
+        for where, row in rows:
+            kept, pictures = with_marks(row, folder, where)
+            made += encoded(kept, pictures, where, tokens, picture)
+        return made
+
+    return every(rows), None if test is None else every(test)
+
+
+def split(rows: list[PictureRow], dataset: str) -> tuple[list[PictureRow], list[PictureRow]]:
+    """(rows to train on, held-out rows): a tenth, chosen by their content. Raises DataError."""
+    if len(rows) < 2:
+        raise DataError(f"--dataset={dataset} has {len(rows)} rows, and one is held out; add rows")
+    order = sorted(
+        range(len(rows)), key=lambda i: hashlib.sha256(rows[i].tokens.tobytes()).digest()
+    )
+    out = {*order[: max(1, len(rows) // 10)]}
+    return (
+        [row for i, row in enumerate(rows) if i not in out],
+        [row for i, row in enumerate(rows) if i in out],
+    )
