@@ -29,6 +29,7 @@ from data.tokenizer import Tokenizer
 TAG = "<image>"  # where a picture is in a text
 MARK = "\ufffc"  # where it is until it becomes tokens: the character for an object in a text
 SINGLE, SEVERAL, LLAVA = "image", "images", "conversations"  # columns
+PARTS = ("image", "image_url")  # types of parts of a message that are pictures
 
 
 class PictureTokens(NamedTuple):
@@ -211,6 +212,19 @@ def asked(
 # ---- forms of rows -------------------------------------------------------------------------------
 
 
+def names_pictures(row: Any) -> bool:
+    """Whether a row names pictures, in a column or in parts of its messages."""
+    if not isinstance(row, dict):
+        return False
+    cells = [row.get(name) for name in ("messages", "prompt")]
+    messages = [one for cell in cells if isinstance(cell, list) for one in cell]
+    contents = [one.get("content") for one in messages if isinstance(one, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    in_parts = any(isinstance(part, dict) and part.get("type") in PARTS for part in parts)
+    is_text = not {"messages", "prompt", LLAVA} & row.keys()
+    return in_parts or (not is_text and any(row.get(name) for name in (SINGLE, SEVERAL)))
+
+
 def with_marks(row: Any, folder: pathlib.Path, where: str) -> tuple[dict[str, Any], list[Any]]:
     """A row in which MARK stands for each picture, and its pictures. Raises DataError."""
     if not isinstance(row, dict):
@@ -263,7 +277,7 @@ def _text_of_part(part: Any, in_parts: list[Any], where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"]
-    if kind in ("image", "image_url"):
+    if kind in PARTS:
         own = next(
             (part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None
         )

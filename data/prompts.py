@@ -15,6 +15,11 @@ def read(name: str) -> list[tuple[str, dict[str, Any]]]:
 
     Raises DataError, naming the line.
     """
+    return [(where, checked(row, where)) for where, row in rows(name)]
+
+
+def rows(name: str) -> list[tuple[str, Any]]:
+    """Reads the rows of a file before they are `checked`: (place, row). Raises DataError."""
     try:
         content = buckets.local(name, f"--prompts={name}").read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -23,17 +28,21 @@ def read(name: str) -> list[tuple[str, dict[str, Any]]]:
     # str.splitlines would also split at U+2028 and U+0085, which JSON texts may contain.
     numbered = enumerate(content.split("\n"), start=1)
     places = ((f"line {number} of {name}", line) for number, line in numbered if line.strip())
-    rows = [(where, _row(line, where)) for where, line in places]
-    if not rows:
+    found = [(where, _parsed(line, where)) for where, line in places]
+    if not found:
         raise DataError(f'--prompts={name} is empty; add a line like {{"prompt": "Hello"}}')
-    return rows
+    return found
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
+def _parsed(line: str, where: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}); fix it") from None
+
+
+def checked(row: Any, where: str) -> dict[str, Any]:
+    """A row with a prompt or messages. Raises DataError."""
     if isinstance(row, dict) and row.get("messages"):
         return row | {"messages": checked_messages(row["messages"], "messages", where)}
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):

@@ -5,6 +5,7 @@
     python -m recipes.evaluate --restore_from=transformer.stdlib_3m --dataset=notes.txt,more.jsonl
     python -m recipes.evaluate --restore_from=hf:DIR --mesh=1x8 --tasks=arc_easy,hellaswag --limit=100
     python -m recipes.evaluate --restore_from=runs/bert_classify --dataset=labelled.jsonl   # an encoder
+    python -m recipes.evaluate --restore_from=runs/gemma3_vision --dataset=rows.jsonl     # with pictures
 
 The model may have been trained on any mesh. All of a text is evaluated: every token of a document but
 the first, exactly once, with at most --seq_len tokens of the same document in front of it.
@@ -22,6 +23,7 @@ from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.entries import ENTRIES
 from recipes.common.flags.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common.generation import picture_prompts
 from recipes.common.generation.int8_weights import to_int8, weights_flag
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, describe, flag, make_mesh, print0
@@ -30,7 +32,7 @@ from recipes.common.runtime.flags import refuse_unused, split
 from recipes.common.runtime.processes import is_first
 from recipes.common.runtime.start import start
 from recipes.common.storage import folders
-from recipes.common.tasks import encoder_evaluation, zero_shot
+from recipes.common.tasks import encoder_evaluation, picture_answers, zero_shot
 from recipes.common.tasks.classification import few
 from recipes.common.train.evaluation import Evaluation, in_words
 
@@ -113,9 +115,17 @@ def main(devices: Devices, flags: Evaluate) -> None:
     layout = checkpoint.layout_of(source, mesh, devices.rules, seq_len=rows, **compute)
     kernel.check(layout)
     encoder = layout.config if source.metadata["entry"] == ENCODER else None
-    if not encoder or encoder.task == "fill":
+    sees = picture_prompts.sees(source.metadata["entry"])
+    if not sees and (not encoder or encoder.task == "fill"):
         sources.check_column(flags.text_column, flags.dataset)
-    texts = {name: load(name, flags, length, tokenizer, encoder) for name in names(flags.dataset)}
+    texts: dict[str, Dataset] = {}
+    for name in names(flags.dataset):
+        if sees:
+            texts[name] = picture_answers.load(
+                name, length, layout.config, tokenizer, part=flags.part
+            )
+        else:
+            texts[name] = load(name, flags, length, tokenizer, encoder)
 
     # ---- Read the model, each shard onto its own device ------------------------------------------
     print0(report.headline(layout), *describe_set(flags))
@@ -133,6 +143,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
         rows = min(flags.batch_size, len(data.held_out))
         rows = -(-rows // layout.batch_shards) * layout.batch_shards  # a multiple of the shards
         extra = encoder_evaluation.extra(encoder) if encoder else None
+        extra = picture_answers.right_answers if sees else extra
         evaluation = Evaluation(dataclasses.replace(layout, batch_size=rows), data, extra)
         totals = evaluation(variables)
         facts: dict[str, Any] = {"bytes": data.held_out_bytes, "part": flags.part}
@@ -143,6 +154,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
         else:
             summary = in_words(totals, data.held_out_bytes)
         print0(f"{name}: {summary}; {flags.part}, {length:,} tokens of context.")
+        print0(*(picture_answers.in_words(totals) if sees else ()))
         results.setdefault("datasets", {})[name] = evaluation.metrics(totals) | facts
     to_json = None
     if asked:
@@ -263,7 +275,13 @@ def find_model(flags: Evaluate) -> checkpoint.WeightSource:
     zero_shot.read_templates(flags.templates)
     if not (flags.dataset or flags.tasks):
         raise UserError("there is nothing to evaluate on; use --dataset=FILE or --tasks=NAME")
-    source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)
+    reads_pictures = not flags.labels and picture_prompts.any_pictures(names(flags.dataset))
+    source = checkpoint.find(
+        flags.restore_from,
+        hash_files=flags.verify,
+        base=flags.base,
+        entry=picture_prompts.SEEING if reads_pictures else "",
+    )
     entry = source.metadata["entry"]
     check_used(flags, entry, checkpoint.config_of(source).task if entry == ENCODER else "")
     if flags.labels:
@@ -282,6 +300,16 @@ def find_model(flags: Evaluate) -> checkpoint.WeightSource:
                 f"--restore_from={flags.restore_from} makes vectors of texts; python -m recipes.embed "
                 "writes them"
             )
+    elif picture_prompts.sees(entry):
+        of_texts = ("text_column", "pack")
+        refuse_unused(flags, of_texts, f"texts, and a {entry!r} model is evaluated on rows")
+        if flags.tasks or not flags.dataset:
+            raise UserError(
+                f"--tasks={flags.tasks} is for models of text, and --restore_from={flags.restore_from} is a "
+                f"{entry!r} model; use --dataset=FILE with rows"
+            )
+    elif reads_pictures and ENTRIES[entry].data == text.__name__:
+        raise picture_prompts.refuse(flags.restore_from, entry, f"--dataset={flags.dataset}")
     elif entry in ENTRIES and ENTRIES[entry].data != text.__name__:
         raise UserError(
             f"--restore_from={flags.restore_from} is a {entry!r} model, which its own recipe "

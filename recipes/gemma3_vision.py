@@ -10,19 +10,15 @@ Running the same command again resumes; --help lists the flags.
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from data import pictured
-from data.batches import Dataset
-from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, language
 from recipes.common.checkpoint import open_run
 from recipes.common.language import DECODER, Training
 from recipes.common.report import flops
 from recipes.common.runtime import Run, flag, make_mesh, print0
 from recipes.common.runtime.start import start
-from recipes.common.sharding import Tree, make_layout
+from recipes.common.sharding import make_layout
+from recipes.common.tasks import picture_answers
+from recipes.common.tasks.picture_questions import Questions
 from recipes.common.train.checks import check_step
 from recipes.common.train.loop import finish, fit
 from recipes.common.train.planned import PlannedStep
@@ -71,63 +67,24 @@ def main(run: Run, data: PicturedRows, flags: Any, training: Training) -> Planne
         return PlannedStep(layout, training)
 
     # ---- Data: batch k is a pure function of (seed, k); pictures are read for their batch ---------
-    rows = load(data, config, tokenizer, run.seed)
+    rows = picture_answers.load(data.dataset, data.seq_len, config, tokenizer, run.seed)
     print0(*language.messages.before_training(layout, rows, training, flags))
 
     # ---- Step, state and training ----------------------------------------------------------------
     step = make_step(layout, run, training)
     sequence = flops.decoder(layout.shape, data.seq_len)["causal"]  # without the tower's
-    extra = answers if layout.stages == 1 else None  # it calls the model, which stages can't
-    _, log, metrics = fit(run, folder, step, rows, tokenizer, extra=extra, example_flops=sequence)
-
-    # ---- What it has learned ---------------------------------------------------------------------
-    nats, count = metrics["loss"]
-    print0(f"Held-out loss {nats / count:.4f} nats a token of answers.")
-    show(metrics)
-    finish(folder, layout, log)
-
-
-def load(data: PicturedRows, config: Config, tokenizer: Tokenizer, seed: int) -> Dataset:
-    """The rows as examples for this model. Raises DataError."""
-    picture = pictured.PictureTokens(
-        config.picture_begin, config.image_token, config.picture_end, config.picture_tokens
-    )
-    return pictured.load(
-        data.dataset, data.seq_len, config.image_size, config.channels, config.resample,
-        tokenizer, picture, seed,
+    whole = layout.stages == 1  # else nothing calls the model
+    questions = Questions(Gemma3Vision, layout, tokenizer, rows)
+    state, log, metrics = fit(
+        run, folder, step, rows, tokenizer, extra=picture_answers.right_answers if whole else None,
+        example_flops=sequence, prepare=questions.begin,
     )  # fmt: skip
 
-
-def answers(model: Any, batch: Tree) -> Tree:
-    """An extra sum for `fit`: rows whose tokens are all answered right, by their number of pictures."""
-    right_BT, counted_BT = right_tokens(model, batch)
-    K = model.config.picture_tokens
-    pictures_B = (batch["tokens"] == model.config.image_token).sum(axis=1) // K
-    is_right_B = (right_BT | ~counted_BT).all(axis=1)
-    sums = {}
-    for pictures in (1, 2):
-        of_kind_B = (pictures_B == pictures) & counted_BT.any(axis=1)
-        total = of_kind_B.sum().astype(jnp.float32)
-        sums[f"right_{pictures}"] = (of_kind_B & is_right_B).sum().astype(jnp.float32), total
-    return sums
-
-
-def right_tokens(model: Any, batch: Tree) -> tuple[jax.Array, jax.Array]:
-    """(where the likeliest token is the target, where there is a target), bool [B, T]."""
-    logits_BTV = model(batch["tokens"], batch["segment_ids"], batch["images"])
-    guess_BT = logits_BTV.argmax(axis=-1).astype(jnp.int32)
-    return guess_BT == batch["targets"], batch["targets"] >= 0
-
-
-def show(metrics: Tree) -> None:
-    """Prints the share of right answers."""
-    for pictures, what in ((1, "one picture"), (2, "two pictures")):
-        right, total = map(float, metrics.get(f"right_{pictures}", (0, 0)))
-        if total:
-            print0(
-                f"Held-out answers about {what}: {right / total:.2%} right, {right:.0f} of "
-                f"{total:.0f}."
-            )
+    # ---- What it has learned ---------------------------------------------------------------------
+    print0(*language.messages.results(metrics, rows))
+    print0(*picture_answers.in_words(metrics))
+    questions.show(state)
+    finish(folder, layout, log)
 
 
 if __name__ == "__main__":

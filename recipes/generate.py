@@ -4,10 +4,12 @@
     python -m recipes.generate --restore_from=hf:DIR --mesh=1x8 --chat --prompt="Who are you?"
     python -m recipes.generate --restore_from=hf:DIR --chat                # a dialogue
     python -m recipes.generate --restore_from=hf:DIR --prompts=FILE.jsonl --out=ANSWERS.jsonl
+    python -m recipes.generate --restore_from=hf:DIR --image=cat.png --chat --prompt="What is it?"
 
 The model may have been trained on any mesh; its KV cache is sharded by the same rules. A line of
 FILE.jsonl is {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}; ANSWERS.jsonl
-adds "answer", its number of "tokens", and whether the model "ended" it.
+adds "answer", its number of "tokens", and whether the model "ended" it. For models that see, a line may
+name pictures, as rows to train on do.
 """
 
 import dataclasses
@@ -20,10 +22,11 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from data import DataError, conversations, prompts
+from data.picture_rows import names_pictures
 from data.tokenizer import Tokenizer
 from recipes.common import checkpoint, entries
 from recipes.common.flags.config_flags import Settings, default_dtype, describe_set, read_set
+from recipes.common.generation import picture_prompts
 from recipes.common.generation.generation_config import (
     default_temperature,
     default_top_k,
@@ -32,6 +35,7 @@ from recipes.common.generation.generation_config import (
 )
 from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.generation.int8_weights import to_int8, weights_flag
+from recipes.common.generation.questions import Question, pixels_of, questions, rows_to_answer
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0, processes
 from recipes.common.runtime.flags import refuse_unused
@@ -48,6 +52,10 @@ class Generate(Settings):
     restore_from: str = flag("", "The model: a run, checkpoint or published name, or hf:DIR.")
     base: str = flag("", "Path of an adapter's base model, if it has moved.")
     prompt: str = flag("", "Text to continue.")
+    image: str = flag(
+        "", "Pictures for --prompt, comma-separated, for a model that sees; <image> in the prompt says "
+        "where each is, else they come first.",
+    )  # fmt: skip
     chat: bool = flag(
         False, "Send prompts as user messages, in the model's chat template; without a prompt, hold "
         "a dialogue.",
@@ -92,7 +100,14 @@ def main(devices: Devices, flags: Generate) -> None:
     for name in ("temperature", "top_p"):
         if -1 < (value := getattr(flags, name)) < 0:
             raise UserError(f"--{name}={value} must be ≥ 0, or -1 for the model's own; try 0.9")
-    source = checkpoint.find(flags.restore_from, hash_files=flags.verify, base=flags.base)
+    rows = rows_to_answer(flags)
+    shown = picture_prompts.names(flags.image) or any(names_pictures(row) for _, row in rows)
+    source = checkpoint.find(
+        flags.restore_from,
+        hash_files=flags.verify,
+        base=flags.base,
+        entry=picture_prompts.SEEING if shown else "",  # of a folder that is also read without
+    )
     model = entries.model(source.metadata["entry"])
     if not issubclass(model, Decoder) or not checkpoint.config_of(source).causal:
         raise UserError(
@@ -100,7 +115,7 @@ def main(devices: Devices, flags: Generate) -> None:
             "generates no text; use a language model"
         )
     tokenizer = checkpoint.tokenizer_for(flags.tokenizer, source)
-    asked = questions(flags, tokenizer)
+    asked = questions(flags, rows, tokenizer, source)
     limit = Limit(checkpoint.context(source), flags, tokenizer)
     for question in asked:
         limit.new_tokens(question)
@@ -117,8 +132,10 @@ def main(devices: Devices, flags: Generate) -> None:
     if flags.weights:
         layout, variables = to_int8(entries.model(source.metadata["entry"]), layout, variables)
     print0(*report.uneven(layout, variables))
-    rows = min(flags.batch_size, max(len(asked), 1))
-    generator = Generator(layout, variables, chosen, tokenizer.end, tokenizer.vocabulary, rows=rows)
+    generator = Generator(
+        layout, variables, chosen, tokenizer.end, tokenizer.vocabulary,
+        rows=min(flags.batch_size, max(len(asked), 1)),
+    )  # fmt: skip
     print0(*settings_not_applied(tokenizer, sampled=chosen.temperature > 0))
 
     # ---- Answer ----------------------------------------------------------------------------------
@@ -155,53 +172,6 @@ def model_layout(
     layout = checkpoint.layout_of(source, mesh, gathered, **compute)
     name += ", gathered once" if gathered != table else ""
     return dataclasses.replace(layout, strategy=name)
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    row: dict[str, Any]  # of --prompts
-    tokens: np.ndarray
-    begins: str = ""  # the text to continue
-    where: str = ""  # the row's place in --prompts, for messages
-
-    @property
-    def after(self) -> np.ndarray:
-        """The tokens that an answer continues; none in a chat, where its text starts fresh."""
-        return self.tokens if self.begins else self.tokens[:0]
-
-
-def questions(flags: Generate, tokenizer: Tokenizer) -> list[Question]:
-    """Questions from --prompt or --prompts; [] for a dialogue. Raises UserError, DataError."""
-    if flags.prompts and flags.prompt:
-        raise UserError(f"--prompt and --prompts={flags.prompts} are both given; leave one out")
-    if flags.out and not flags.prompts:
-        raise UserError(f"--out={flags.out} is for the answers to --prompts; add it")
-    if not flags.prompts:
-        refuse_unused(flags, ("batch_size",), "--prompts, and there are none")
-    if flags.prompts:
-        rows = prompts.read(flags.prompts)
-        if not any("prompt" in row for _, row in rows):
-            refuse_unused(flags, ("chat",), f"prompts, and --prompts={flags.prompts} has messages")
-    elif flags.chat and not flags.prompt:
-        tokenizer.ask([{"role": "user", "content": ""}])  # raises if there is no chat template
-        return []
-    else:
-        rows = [("", {"prompt": flags.prompt})]
-    return [question(row, flags.chat, tokenizer, where) for where, row in rows]
-
-
-def question(row: dict[str, Any], chat: bool, tokenizer: Tokenizer, where: str = "") -> Question:
-    """The question of a row at `where` in --prompts. Raises DataError if it can't be rendered."""
-    messages = row.get("messages")
-    if chat and "prompt" in row:
-        messages = [{"role": "user", "content": row["prompt"]}]
-    if not messages:
-        return Question(row, tokenizer.prompt(row["prompt"]), row["prompt"], where)
-    try:
-        tokens = tokenizer.ask(messages, conversations.context(row, where))
-    except DataError as error:
-        raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from None
-    return Question(row, tokens, where=where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +227,8 @@ def answer(generator: Generator, question: Question, limit: Limit) -> str:
     stream = limit.tokenizer.stream(question.after)
     tokens: list[int] = []
     show(question.begins)
-    for (token,) in generator([question.tokens], limit.new_tokens(question)):
+    new = limit.new_tokens(question)
+    for (token,) in generator([question.tokens], new, images=pixels_of([question])):
         tokens.append(int(token))
         show(stream.put(tokens[-1]))
     show(stream.rest() + "\n")
@@ -275,7 +246,8 @@ def answer_all(
     for first in range(0, len(asked), flags.batch_size):
         group = asked[first : first + flags.batch_size]
         most = [limit.new_tokens(question) for question in group]
-        steps = list(generator([one.tokens for one in group], max(most), first))
+        tokens_of_group = [one.tokens for one in group]
+        steps = list(generator(tokens_of_group, max(most), first, images=pixels_of(group)))
         for question, tokens, room in zip(group, np.stack(steps, axis=1), most, strict=True):
             tokens = tokens[:room]
             written = tokens[tokens >= 0]

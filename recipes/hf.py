@@ -34,7 +34,11 @@ from recipes.common.storage import folders
 from recipes.common.tasks.text_encoders import sentences_of
 
 # How names of transformers' classes end, by entry and by an encoder's task.
-FOR = {"vit": "ForImageClassification", "siglip": ""}
+FOR = {
+    "vit": "ForImageClassification",
+    "siglip": "",
+    "gemma3_vision": "ForImageTextToText",
+}
 FOR_TASK = {"fill": "ForMaskedLM", "classify": "ForSequenceClassification", "embed": ""}
 
 

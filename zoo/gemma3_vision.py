@@ -55,6 +55,7 @@ class Config(gemma3.Config):
     # Tokens before and after a picture's placeholders, for data pipelines.
     picture_begin: int = bounded(255_999, least=0)
     picture_end: int = bounded(256_000, least=0)
+    picture_margin: str = "\n\n"  # text before and after these, as in Gemma 3's processor
     # How pictures become inputs: saved with the model and read by data pipelines.
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of pixel values from 0 to 1, for each channel
     std: tuple[float, ...] = (0.5, 0.5, 0.5)  # inputs are (pixel - mean) / std
@@ -89,6 +90,7 @@ class Config(gemma3.Config):
             layer_kinds=(local, AttentionType(None, 1e6)), query_scalar=12,
             image_size=8, patch=2, tower_embed=32, tower_layers=2, tower_heads=8, tower_mlp=64,
             picture_tokens=4, image_token=383, picture_begin=381, picture_end=382,
+            picture_margin="",
         )  # fmt: skip
 
     @classmethod
@@ -100,7 +102,7 @@ class Config(gemma3.Config):
             remat="none",
             image_size=8, patch=2, channels=1, tower_embed=64, tower_layers=2, tower_heads=4,
             tower_mlp=128, picture_tokens=4, image_token=383, picture_begin=381,
-            picture_end=382, mean=(0.0,), std=(1.0,),
+            picture_end=382, picture_margin="", mean=(0.0,), std=(1.0,),
         )  # fmt: skip
 
     @classmethod

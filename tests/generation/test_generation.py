@@ -435,7 +435,7 @@ def test_a_line_of_answers_is_ascii_where_the_encoding_lacks_a_character():
 
 
 def test_tools_of_a_row_are_shown_to_the_model():
-    from recipes.generate import question
+    from recipes.common.generation.questions import question
 
     template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}{{ messages[0].content }}"
     files = small_tokenizers.with_template(small_tokenizers.byte_level(), template)
@@ -452,7 +452,8 @@ PAIRS = [("The capital is", " Paris 🦊"), ("def f():\n", "    return x"), ("�
 @pytest.mark.parametrize("files", [dict, small_tokenizers.byte_level, small_tokenizers.metaspace])
 def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
     """Decoders like Llama 2's drop a leading space, but a continuation keeps its space."""
-    from recipes.generate import Generate, Limit, answer, answer_all, question
+    from recipes.common.generation.questions import question
+    from recipes.generate import Generate, Limit, answer, answer_all
 
     tokens = tokenizer.from_files(files())
     limit, out = Limit(100, Generate(max_new_tokens=50), tokens), tmp_path / "out.jsonl"
@@ -461,7 +462,7 @@ def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
         whole = tokens.prompt(begins + wanted)
         assert begins == "" or whole[: len(asked.tokens)].tolist() == asked.tokens.tolist()
         rest = whole[len(asked.tokens) :] if begins else tokens.encode([wanted])[0]
-        generator = lambda *_, rest=rest: iter(rest[:, None])  # noqa: E731, always writes this
+        generator = lambda *_, rest=rest, **__: iter(rest[:, None])  # noqa: E731, always writes this
         generator.end = ()
         assert answer(generator, asked, limit) == wanted
         assert capfd.readouterr().out == f"{begins}{wanted}\n"
@@ -471,7 +472,8 @@ def test_text_goes_on_from_its_prompt(files, capfd, tmp_path):
 
 def test_the_last_part_of_a_harmony_answer_is_the_answer(capfd, tmp_path):
     """GPT-OSS writes channels; the next turn of a dialogue gets the last one only."""
-    from recipes.generate import Generate, Limit, answer, answer_all, question
+    from recipes.common.generation.questions import question
+    from recipes.generate import Generate, Limit, answer, answer_all
 
     tokens = tokenizer.from_files(small_tokenizers.harmony())
     limit, out = Limit(200, Generate(max_new_tokens=99), tokens), tmp_path / "out.jsonl"
@@ -481,7 +483,7 @@ def test_the_last_part_of_a_harmony_answer_is_the_answer(capfd, tmp_path):
     parts = "<|channel|>analysis<|message|>A 🦊?<|end|><|start|>assistant"
     parts += "<|channel|>final<|message|> Yes 🦊<|return|>"
     written = tokens.encode_rendered(parts)
-    generator = lambda *_: iter(written[:, None])  # noqa: E731, always writes this
+    generator = lambda *_, **__: iter(written[:, None])  # noqa: E731, always writes this
     generator.end = tokens.end
     assert answer(generator, asked, limit) == " Yes 🦊"
     assert capfd.readouterr().out == "[analysis] A 🦊?\nassistant[final]  Yes 🦊\n"

@@ -69,14 +69,14 @@ def test_the_likeliest_token_takes_no_flags_of_samples(flags):
 
 def test_generate_batches_prompts_of_a_file_alone():
     with pytest.raises(UserError, match=r"^--batch_size=4"):
-        generate.questions(Generate(prompt="def", batch_size=4), BYTES)
+        generate.rows_to_answer(Generate(prompt="def", batch_size=4))
 
 
 def test_generate_makes_messages_of_prompts_alone(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
     with pytest.raises(UserError, match=r"^--chat=true is for prompts"):
-        generate.questions(Generate(prompts=str(file), chat=True), BYTES)
+        generate.rows_to_answer(Generate(prompts=str(file), chat=True))
 
 
 def test_distill_makes_no_new_student_beside_a_trained_one():

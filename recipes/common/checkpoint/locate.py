@@ -30,7 +30,7 @@ class Location:
     folder: str  # where process 0 finds it
     hf_name: str = ""  # of a Hugging Face model or adapter; empty: a checkpoint
     base: "Location | None" = None  # of an adapter
-    entry: str = ""  # that reads a model folder, of several that can
+    entry: str = ""  # that reads a model folder, of several that can, or the module of its data
 
     def open(self) -> WeightSource:
         """The model, or the adapter alone. Raises UserError."""
@@ -70,7 +70,8 @@ def find(
       flag: the flag to name in messages.
       hash_files: whether to hash every file, see integrity.verify.
       base: path of an adapter's base if it has moved.
-      entry: that reads a model folder, if several can; empty: the first of them.
+      entry: that reads a model folder, if several can, or the module of its data; empty: the first of
+        them.
 
     Raises UserError if there is none, or it is damaged.
     """
@@ -94,30 +95,31 @@ def with_base(location: Location, base: str) -> Location:
 
     Raises UserError if there is no model at the base.
     """
-    named, recorded = location.named, _recorded_base(location)
+    named, (recorded, entry) = location.named, _recorded_base(location)
     if not recorded:
         if base:
             raise UserError(f"--base={base} is for adapters, and {named} is not one; leave it out")
         return location
     path = base or recorded
     try:
-        base_location = _locate(path, f"--base={path}", location.entry)
+        base_location = _locate(path, f"--base={path}", location.entry or entry)
     except UserError as error:
         raise _without_base(named, error) from None
-    if _recorded_base(base_location):
+    if _recorded_base(base_location)[0]:
         raise UserError(f"{named} is an adapter, and its base --base={path} is one too; {FIX}")
     return dataclasses.replace(location, base=base_location)
 
 
-def _recorded_base(location: Location) -> str:
-    """The path of the base of an adapter; "" if it is none."""
+def _recorded_base(location: Location) -> tuple[str, str]:
+    """(the path of the base of an adapter, its entry if it is known); "" if it is none."""
     if not location.hf_name:
         metadata = open_checkpoint(folders.to_path(location.folder)).metadata
-        return metadata["base"]["path"] if "base" in metadata else ""
+        return (metadata["base"]["path"], metadata["entry"]) if "base" in metadata else ("", "")
     from recipes.common import hf
 
     folder = pathlib.Path(location.folder)
-    return hf.read_adapter(folder).metadata["base"]["path"] if hf.is_adapter(folder) else ""
+    path = hf.read_adapter(folder).metadata["base"]["path"] if hf.is_adapter(folder) else ""
+    return path, ""
 
 
 def _without_base(named: str, error: UserError) -> UserError:

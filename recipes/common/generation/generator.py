@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from recipes.common.sharding import Layout, Tree, paths
 from recipes.common.sharding.rules import count_shards
 from zoo.options import cache as zoo_cache
+from zoo.options.pictures import with_pictures
 from zoo.options.rope_scaling import LongRope
 
 COLDEST = 1e-6  # a lower temperature takes the likeliest token: logits over it would overflow
@@ -124,17 +124,25 @@ class Generator:
         other._variables = {kind: variables[kind] for kind in self.layout.model.shapes}
         return other
 
-    def compile(self, lengths: list[int], max_new_tokens: int) -> None:
-        """Compiles both programs for prompts of these lengths, before a call needs them."""
+    def compile(
+        self, lengths: list[int], max_new_tokens: int, images: list[np.ndarray] | None = None
+    ) -> None:
+        """Compiles both programs for prompts of these lengths, before a call needs them.
+
+        Args:
+          images: as in a call.
+        """
         shape = B, T, _ = self._shape(lengths, max_new_tokens)
         tokens_BT = np.zeros((B, T), np.int32)
         per_row_B = np.zeros(B, np.int32)
-        arguments = (tokens_BT, per_row_B, per_row_B, np.int32(0))
+        images_BMWWC = _in_slots(images, B)
+        arguments = (tokens_BT, per_row_B, per_row_B, np.int32(0), images_BMWWC)
         abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             arguments,
-            self._where(tokens_BT),
+            self._where(tokens_BT, images_BMWWC),
         )
+        shape = _with_images(shape, images_BMWWC)
         prefill = self._program(self._prefill, shape, self._variables, *abstract)
         keys_B, *state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
@@ -143,7 +151,11 @@ class Generator:
         self._program(self._decode, (B, state[-1].slots), self._variables, keys_B, *state)
 
     def __call__(
-        self, prompts: list[np.ndarray], max_new_tokens: int, first: int = 0
+        self,
+        prompts: list[np.ndarray],
+        max_new_tokens: int,
+        first: int = 0,
+        images: list[np.ndarray] | None = None,
     ) -> Iterator[np.ndarray]:
         """Yields each row's next token, int32 [len(prompts)], until all rows have ended.
 
@@ -153,12 +165,14 @@ class Generator:
         Args:
           prompts: at least one token each.
           first: number of the first prompt, if several calls share a seed.
+          images: of each prompt, uint8 [pictures, W, W, C], in the order of its placeholders; None: of
+            prompts without pictures.
         """
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         numbers = first + np.arange(len(prompts))
         going = np.ones(len(prompts), bool)
         self.read += sum(map(len, rows))
-        keys_B, *state = self._read(rows, numbers, max_new_tokens, 0)
+        keys_B, *state = self._read(rows, images, numbers, max_new_tokens, 0)
         decode = self._decode_program(keys_B, state)
         start = time.perf_counter()
         for count in range(1, max_new_tokens + 1):
@@ -186,16 +200,23 @@ class Generator:
             if count < max_new_tokens and reads_again:
                 del state  # with its cache
                 left = max_new_tokens - count
-                keys_B, *state = self._read(rows, np.where(going, numbers, -1), left, count)
+                those_going = np.where(going, numbers, -1)
+                keys_B, *state = self._read(rows, images, those_going, left, count)
                 decode = self._decode_program(keys_B, state)
         jax.block_until_ready(state)  # simulated devices: at most two programs in flight
 
     def _read(
-        self, rows: list[np.ndarray], numbers: np.ndarray, max_new_tokens: int, count: int
+        self,
+        rows: list[np.ndarray],
+        images: list[np.ndarray] | None,
+        numbers: np.ndarray,
+        max_new_tokens: int,
+        count: int,
     ) -> tuple:
         """Reads rows in one pass: (their keys, next tokens, their number, a cache).
 
         Args:
+          images: of each row; see a call.
           numbers: the rows' own, for their keys; -1: nothing more is written.
           count: of the tokens that were written before.
         """
@@ -206,9 +227,12 @@ class Generator:
         for b, row in enumerate(rows):
             tokens_BT[b, T - len(row) :] = row
             lengths_B[b] = len(row)
-        where = self._where(tokens_BT)
-        arguments = jax.device_put((tokens_BT, lengths_B, rows_B, np.int32(count)), where)
-        prefill = self._program(self._prefill, (B, T, S), self._variables, *arguments)
+        images_BMWWC = _in_slots(images, B)
+        where = self._where(tokens_BT, images_BMWWC)
+        arguments = (tokens_BT, lengths_B, rows_B, np.int32(count), images_BMWWC)
+        arguments = jax.device_put(arguments, where)
+        shape = _with_images((B, T, S), images_BMWWC)
+        prefill = self._program(self._prefill, shape, self._variables, *arguments)
         start = time.perf_counter()
         state = jax.block_until_ready(prefill(self._variables, *arguments))
         self.seconds[0] += time.perf_counter() - start
@@ -222,14 +246,16 @@ class Generator:
         S = _multiple(T + max_new_tokens, layout.seq_shards)  # slots; some may stay empty
         return B, T, S
 
-    def _where(self, tokens_BT: np.ndarray) -> tuple[NamedSharding, ...]:
-        """Shardings of the prompts' tokens, lengths and numbers, and of the tokens' number.
+    def _where(self, tokens_BT: np.ndarray, images_BMWWC: np.ndarray | None) -> tuple[Any, ...]:
+        """Shardings of the prompts' tokens, lengths and numbers, of the tokens' number, and of pictures.
 
         Rows are replicated: each device chooses the next tokens of all rows. Positions are split.
         """
         replicated = self.layout.replicated
         spec = self.layout.batch_shardings(tokens_BT).spec[1:]
-        return (replicated.update(spec=jax.P(None, *spec)), replicated, replicated, replicated)
+        of_images = None if images_BMWWC is None else replicated
+        split = replicated.update(spec=jax.P(None, *spec))
+        return (split, replicated, replicated, replicated, of_images)
 
     def _decode_program(self, keys_B: jax.Array, state: list) -> jax.stages.Compiled:
         cache = state[-1]
@@ -252,8 +278,9 @@ class Generator:
             weights += array.nbytes / parts * chosen
         return round(weights), self.cache_bytes
 
-    def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B, number):
+    def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B, number, images_BMWWC):
         model = self.layout.model.merge(variables)
+        model, tokens_BT = with_pictures(model, tokens_BT, images_BMWWC)
         logits_BV, cache = zoo_cache.prefill(model, tokens_BT, lengths_B, S)
         keys_B = self.sampling.keys(rows_B)
         return keys_B, self._next(logits_BV, keys_B, rows_B < 0, number), number + 1, cache
@@ -276,6 +303,22 @@ class Generator:
                 functools.partial(function, shape[-1]), *arguments, **donated
             )
         return self._compiled[key]
+
+
+def _in_slots(images: list[np.ndarray] | None, rows: int) -> np.ndarray | None:
+    """Pictures of each row as uint8 [rows, M, W, W, C], M being the most of a row; None without any."""
+    slots = max(map(len, images or [()]))
+    if not images or not slots:
+        return None
+    images_BMWWC = np.zeros((rows, slots, *images[0].shape[1:]), np.uint8)
+    for slots_MWWC, pictures in zip(images_BMWWC, images, strict=False):
+        slots_MWWC[: len(pictures)] = pictures
+    return images_BMWWC
+
+
+def _with_images(shape: tuple[int, ...], images_BMWWC: np.ndarray | None) -> tuple[int, ...]:
+    """What a program that reads prompts depends on."""
+    return shape if images_BMWWC is None else (*images_BMWWC.shape, *shape)
 
 
 def _multiple(number: int, divisor: int) -> int:

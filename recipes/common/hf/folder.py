@@ -83,7 +83,8 @@ class Folder:
         """Reads config.json and the headers of the tensor files, but no tensors.
 
         Args:
-          entry: of several that read such folders, the one to read it; empty: the first in FAMILIES.
+          entry: of several that read such folders, the one to read it, or the module of its data; empty:
+            the first in FAMILIES.
 
         Raises UserError if the folder is not a complete model that the zoo implements.
         """
@@ -309,8 +310,12 @@ def _family(theirs: dict[str, Any], file: pathlib.Path, entry: str = "") -> tupl
       entry: as in Folder.
     """
     known = {}
+
+    def is_wanted(family: Family) -> bool:
+        return entry in (family.entry, entries.ENTRIES[family.entry].data)
+
     # What is known last counts.
-    for family in sorted(reversed(FAMILIES), key=lambda family: family.entry == entry):
+    for family in sorted(reversed(FAMILIES), key=is_wanted):
         for name, kind in family.architectures.items():
             known[name] = known[kind] = family, kind
     names = theirs.get("architectures") or [theirs.get("model_type")]

@@ -82,7 +82,8 @@ class Evaluation:
         loss: nats per target. perplexity: exp(loss). bits_per_byte: bits per byte of the targets' text,
         comparable between tokenizers. targets: their number.
         """
-        means = {k: float(v[0] / v[1]) for k, v in totals.items() if isinstance(v, tuple)}
+        pairs = {name: pair for name, pair in totals.items() if isinstance(pair, tuple) and pair[1]}
+        means = {name: float(total / count) for name, (total, count) in pairs.items()}
         if self.data.held_out_bytes is None:
             return means
         nats, targets = map(float, totals["loss"])

@@ -1,0 +1,203 @@
+"""Answers about pictures: with a cache they are those without, on any mesh; mistakes are one line."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from data import DataError, picture_rows
+from data.tokenizer import BYTES
+from recipes.common import checkpoint, hf
+from recipes.common.generation import questions
+from recipes.common.generation.generator import Generator, Sampling
+from recipes.common.mesh import make_mesh
+from recipes.common.runtime import UserError
+from recipes.common.sharding.layout import make_layout
+from recipes.generate import Generate
+from tests.conftest import ROOT, full_except
+from tests.support.models import random_variables
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
+from zoo.gemma3_vision import Config, Gemma3Vision
+
+pytestmark = pytest.mark.promise("generation")
+
+GOLDEN = ROOT / "tests" / "golden" / "pictures" / "gemma3"
+NEW = 5  # tokens to write
+# Of the golden folder's model: its placeholder is 63, and a picture has four.
+PICTURE = [61, 63, 63, 63, 63, 62]
+PROMPTS = [[2, 9, *PICTURE, 33, *PICTURE, 7], [2, 5], [*PICTURE, 8, 3]]
+PICTURES = (2, 0, 1)
+
+
+@functools.cache
+def restored(mesh: str, rules: str):
+    source = hf.open_folder(GOLDEN, "gemma3_vision")
+    layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
+    return layout, checkpoint.restore_variables(source, layout)
+
+
+def drawn(config) -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    size = (config.image_size, config.image_size, config.channels)
+    return [random.integers(0, 256, (count, *size), np.uint8) for count in PICTURES]
+
+
+@functools.cache
+def uncached() -> list[list[int]]:
+    """The likeliest tokens after each prompt, with a whole forward pass for each."""
+    layout, variables = restored("1x1", "dp")
+    images = drawn(layout.config)
+    images_BMWWC = np.zeros((len(images), 2, *images[0].shape[1:]), np.uint8)
+    for slots, shown in zip(images_BMWWC, images, strict=True):
+        slots[: len(shown)] = shown
+    tokens_BT = np.zeros((len(PROMPTS), 24), np.int32)
+    for row, prompt in zip(tokens_BT, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+
+    def run(variables, tokens_BT, images_BMWWC):
+        return layout.model.merge(variables)(tokens_BT, None, images_BMWWC)
+
+    given = (variables, tokens_BT, images_BMWWC)
+    program = layout.compile(run, *given, compiler_options=QUICK)
+    ends = [len(prompt) for prompt in PROMPTS]
+    for step in range(NEW):
+        logits_BTV = np.asarray(program(variables, tokens_BT, images_BMWWC))
+        for row, end, logits_TV in zip(tokens_BT, ends, logits_BTV, strict=True):
+            row[end + step] = logits_TV[end + step - 1].argmax()
+    return [row[end : end + NEW].tolist() for row, end in zip(tokens_BT, ends, strict=True)]
+
+
+MESHES = [("1x1", "dp"), ("8", "fsdp"), ("data=2,seq=4", "fsdp_cp")]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules"), full_except(MESHES, fast=[], release=MESHES[:2])
+)
+def test_answers_with_a_cache_are_those_without(mesh, rules, quick):
+    """Rows with two pictures, none and one, at once; a generator compiled ahead reads them."""
+    layout, variables = restored(mesh, rules)
+    images = drawn(layout.config)
+    ahead = Generator(layout, layout.variables(), Sampling(), (), layout.config.vocab_size)
+    ahead.compile([len(prompt) for prompt in PROMPTS], NEW, images)
+    generator = ahead.with_variables(variables)
+    prompts = [np.array(prompt) for prompt in PROMPTS]
+    found = np.stack(list(generator(prompts, NEW, images=images)), axis=1)
+    assert found.tolist() == uncached()
+    assert len(generator._compiled) == 2, "each program once, before there are variables"
+    blank = [np.zeros_like(x) for x in images]
+    other = np.stack(list(generator(prompts, NEW, images=blank)), axis=1)
+    assert other[1].tolist() == found[1].tolist()
+    assert other.tolist() != found.tolist(), "the pictures matter"
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+K = picture_rows.OF_BYTES.around()
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What `questions` reads of a checkpoint."""
+
+    entry: str
+    config: Config = dataclasses.field(default_factory=Config.small)
+
+    @property
+    def metadata(self) -> dict:
+        return {"entry": self.entry, "config": dataclasses.asdict(self.config)}
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """The questions of these flags, with two pictures in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, shade in (("a.png", 10), ("b.png", 200)):
+        PIL.Image.fromarray(np.full((8, 8), shade, np.uint8)).save(tmp_path / name)
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+
+    def asked(entry: str = "gemma3_vision", **flags) -> list[questions.Question]:
+        given = Generate(restore_from="x", **flags)
+        rows = questions.rows_to_answer(given)
+        return questions.questions(given, rows, BYTES, Source(entry))
+
+    return asked
+
+
+def test_pictures_come_first_or_where_the_prompt_says(ask):
+    (first,) = ask(image="a.png,b.png", prompt="Which?")
+    assert first.tokens.tolist() == [256, *K, *K, *b"Which?"]
+    assert first.pixels[:, 0, 0, 0].tolist() == [10, 200]
+    assert first.begins == "Which?"
+    (placed,) = ask(image="b.png", prompt="Is <image>dark?")
+    assert placed.tokens.tolist() == [256, *b"Is ", *K, *b"dark?"]
+    (without,) = ask(prompt="Hi")
+    assert without.tokens.tolist() == [256, *b"Hi"]
+    assert without.pixels.shape == (0, 8, 8, 1)
+
+
+def test_rows_of_prompts_name_their_pictures(ask, tmp_path):
+    inner = tmp_path / "rows"
+    inner.mkdir()
+    row = {"prompt": "<image>?", "image": "../b.png", "note": 3}
+    (inner / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"prompt": "Hi"}) + "\n")
+    seen, text = ask(prompts="rows/rows.jsonl")
+    assert seen.row == row, "as it is written to --out"
+    assert seen.tokens.tolist() == [256, *K, *b"?"]
+    assert seen.pixels[:, 0, 0, 0].tolist() == [200]
+    assert text.tokens.tolist() == [256, *b"Hi"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"image": "none.png", "prompt": "?"}, "--prompt: the picture none.png does not exist"),
+        ({"image": "broken.png", "prompt": "?"}, "--prompt: the picture broken.png can't be read"),
+        ({"image": "a.png,b.png", "prompt": "<image>?"}, "--prompt has 2 pictures and 1 places"),
+        ({"prompt": "<image>?"}, "--prompt has 0 pictures and 1 places"),
+        ({"image": "a.png", "chat": True}, "^--image=a.png is for --prompt"),
+        ({"image": "a.png", "prompts": "x.jsonl"}, "^--image=a.png is for --prompt"),
+        ({"image": "a.png", "prompt": "?", "entry": "gemma3"},
+         "^--image=a.png has pictures, and --restore_from=x is a 'gemma3' model, which sees none"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(ask, flags, said):
+    with pytest.raises((UserError, DataError), match=said) as error:
+        ask(**flags)
+    assert "\n" not in str(error.value)
+
+
+# ---- whole commands ------------------------------------------------------------------------------
+
+
+def test_commands_read_pictures(tmp_path, inside, quick, monkeypatch):
+    """recipes.generate answers about a picture; recipes.evaluate counts right answers of a file."""
+    config = dataclasses.replace(Config.tiny(), num_layers=2, tower_layers=1)
+    layout = make_layout(Gemma3Vision, config, make_mesh("1x1"))
+    facts = checkpoint.metadata("gemma3_vision", layout, {}) | {"step": 0, "context": 48}
+    facts["tokenizer"] = BYTES.sha256
+    checkpoint.write(tmp_path / "model", random_variables(layout), facts, tokenizer=BYTES)
+    PIL.Image.fromarray(np.full((9, 12, 3), 90, np.uint8)).save(tmp_path / "a.png")
+    flags = (f"--restore_from={tmp_path / 'model'}", "--mesh=1x1")
+    done = inside(
+        "recipes.generate", *flags, f"--image={tmp_path / 'a.png'}", "--prompt=Hm", "--temperature=0",
+        "--max_new_tokens=3",
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    assert "Hm" in done.out
+    rows = [{"prompt": f"<image>{i}", "completion": "ab", "image": "a.png"} for i in range(5)]
+    rows.append({"prompt": "without", "completion": "abc"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = inside(
+        "recipes.evaluate", *flags, f"--dataset={tmp_path / 'rows.jsonl'}", "--batch_size=4",
+        f"--out={tmp_path / 'out.json'}",
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    assert "Answers about one picture: 0.00% right, 0 of 5." in done.out
+    assert "Answers about no picture: 0.00% right, 0 of 1." in done.out
+    (figures,) = json.loads((tmp_path / "out.json").read_text())["datasets"].values()
+    assert figures["bytes"] == 13
+    assert figures["targets"] == 13
