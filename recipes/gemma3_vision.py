@@ -8,13 +8,14 @@ Running the same command again resumes; --help lists the flags.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from recipes.common import checkpoint, language
 from recipes.common.checkpoint import open_run
 from recipes.common.language import DECODER, Training
 from recipes.common.report import flops
-from recipes.common.runtime import Run, flag, make_mesh, print0
+from recipes.common.runtime import Run, UserError, flag, make_mesh, print0
 from recipes.common.runtime.start import start
 from recipes.common.sharding import make_layout
 from recipes.common.tasks import picture_answers
@@ -39,6 +40,14 @@ class PicturedRows:
         "the checkpoint's, or bytes.", "data", may_change=True,
     )  # fmt: skip
     seq_len: int = flag(64, "Tokens of a row, those of its pictures included.", "data", at_least=1)
+    tower: str = flag(
+        "", "The tower and its projection: trained or frozen; empty: frozen where the run starts from a "
+        "model, as they are beside adapters.", "model", choices=["", "trained", "frozen"],
+    )  # fmt: skip
+    questions: int = flag(
+        4, "Held-out questions to show at the end, with the model's answers; 0: none.",
+        at_least=0, may_change=True,
+    )  # fmt: skip
 
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
@@ -49,6 +58,7 @@ NEW = (
     MODEL,
     Training(),
 )
+defaults = functools.partial(language.fine_tuning, "gemma3_vision", NEW)
 
 
 def main(run: Run, data: PicturedRows, flags: Any, training: Training) -> PlannedStep | None:
@@ -57,6 +67,13 @@ def main(run: Run, data: PicturedRows, flags: Any, training: Training) -> Planne
     tokenizer = checkpoint.tokenizer_for(data.tokenizer, folder.start)
     device = mesh.devices.flat[0]
     config = language.model_config("gemma3_vision", flags, folder.start, tokenizer, device)
+    if data.tower == "trained" and flags.lora_rank:
+        raise UserError(
+            f"--tower=trained is not for adapters (--lora_rank={flags.lora_rank}), beside which the tower "
+            "is frozen; leave one out"
+        )
+    is_frozen = data.tower == "frozen" or (not data.tower and bool(folder.flags["restore_from"]))
+    config = dataclasses.replace(config, freeze_tower=is_frozen)
     layout = make_layout(
         Gemma3Vision, config, mesh, run.rules,
         seed=run.seed, batch_size=run.batch_size, microbatches=training.accumulate,
@@ -74,7 +91,7 @@ def main(run: Run, data: PicturedRows, flags: Any, training: Training) -> Planne
     step = make_step(layout, run, training)
     sequence = flops.decoder(layout.shape, data.seq_len)["causal"]  # without the tower's
     whole = layout.stages == 1  # else nothing calls the model
-    questions = Questions(Gemma3Vision, layout, tokenizer, rows)
+    questions = Questions(Gemma3Vision, layout, tokenizer, rows, data.questions)
     state, log, metrics = fit(
         run, folder, step, rows, tokenizer, extra=picture_answers.right_answers if whole else None,
         example_flops=sequence, prepare=questions.begin,
@@ -88,4 +105,4 @@ def main(run: Run, data: PicturedRows, flags: Any, training: Training) -> Planne
 
 
 if __name__ == "__main__":
-    start(main, *NEW)
+    start(main, *NEW, defaults=defaults)

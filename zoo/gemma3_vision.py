@@ -56,6 +56,7 @@ class Config(gemma3.Config):
     picture_begin: int = bounded(255_999, least=0)
     picture_end: int = bounded(256_000, least=0)
     picture_margin: str = "\n\n"  # text before and after these, as in Gemma 3's processor
+    freeze_tower: bool = False  # the tower and its projection are not trained
     # How pictures become inputs: saved with the model and read by data pipelines.
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of pixel values from 0 to 1, for each channel
     std: tuple[float, ...] = (0.5, 0.5, 0.5)  # inputs are (pixel - mean) / std
@@ -159,6 +160,7 @@ class Gemma3Vision(Decoder):
     loss = pictures.loss
     tables = pictures.tables
     inputs_of = pictures.inputs_of
+    frozen = property(pictures.frozen)
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         final_norm = RMSNorm(config.embed, config.norm_eps, zero_centered=True)

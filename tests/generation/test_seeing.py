@@ -74,9 +74,7 @@ def uncached() -> list[list[int]]:
 MESHES = [("1x1", "dp"), ("8", "fsdp"), ("data=2,seq=4", "fsdp_cp")]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rules"), full_except(MESHES, fast=[], release=MESHES[:2])
-)
+@pytest.mark.parametrize(("mesh", "rules"), full_except(MESHES, fast=[], release=MESHES[:2]))
 def test_answers_with_a_cache_are_those_without(mesh, rules, quick):
     """Rows with two pictures, none and one, at once; a generator compiled ahead reads them."""
     layout, variables = restored(mesh, rules)

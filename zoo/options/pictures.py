@@ -15,7 +15,7 @@ device receives (N - 1) / N · B / data · M · K · E · b bytes, and sends as 
 alone, where each device has rows of its own. Where no row of a batch has a picture, the tower is skipped.
 
 The functions are methods of a Decoder with a field `vision`, a parts/picture_tokens.py, whose Config has
-`image_token` and `picture_tokens`. Gradients, generation and pipelines then see a view of the model: the
+`image_token`, `picture_tokens` and `freeze_tower`. Gradients, generation and pipelines then see a view of the model: the
 pictures' tokens, as a table, in place of the tower.
 
 Shapes: B batch, T positions, M slots of a row, W height and width of a picture, C channels, G shards of B,
@@ -101,6 +101,11 @@ def embed_tokens(self, tables, tokens_BT, inputs, scale: float = 1.0) -> jax.Arr
     return jnp.where(is_text_BT[..., None], x_BTE, picture_BTE)
 
 
+def frozen(self) -> tuple[str, ...]:
+    """How paths of parameters begin that are not trained."""
+    return ("vision/",) if self.config.freeze_tower else ()
+
+
 # ---- the tower on all devices --------------------------------------------------------------------
 
 
@@ -154,6 +159,8 @@ def run_tower(model: Any, images: jax.Array, has_any: jax.Array) -> jax.Array:
         tokens_PKE = jax.lax.cond(
             has_any, lambda images: vision(images, model.axes), empty_like(model), images_PWWC
         )
+        if model.config.freeze_tower:  # its backward pass is left out
+            tokens_PKE = jax.lax.stop_gradient(tokens_PKE)
         _, K, E = tokens_PKE.shape
         tokens = reshape(tokens_PKE, (G, padded, K, E), ROWS, OTHERS, None, None)
         tokens = constrain(tokens, ROWS, None, None, None)[:, :S]

@@ -62,6 +62,12 @@ class AbstractModel(NamedTuple):
     loss: Callable[..., tuple] = own_loss  # (model, **batch) → (sum, count, {name: (sum, count)})
     # (array of a batch, the logical axes of its first dims), of arrays that are not [B, T, ...].
     batch_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    frozen: tuple[str, ...] = ()  # how paths begin of "params" without gradients or updates
+
+    def is_trained(self) -> Tree:
+        """Whether each of the "params" is updated: a tree of bools."""
+        flat = self.variables["params"]
+        return nested({path: not path.startswith(self.frozen) for path in flat})
 
     def merge(self, variables: Tree) -> Any:
         """Builds the model from its variables, arrays or tracers.
@@ -106,9 +112,10 @@ def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
     phases = Phases(own_embed_pairs, own_compare) if has_phases else None
     stated: Any = type(model)
     batch_axes = tuple(stated.batch_axes.items()) if "batch_axes" in dir(stated) else ()
+    frozen = model.frozen if "frozen" in dir(stated) else ()
     return AbstractModel(
         graph, states, shapes, axes, variables, names, recurrences,
-        phases=phases, batch_axes=batch_axes,
+        phases=phases, batch_axes=batch_axes, frozen=frozen,
     )  # fmt: skip
 
 

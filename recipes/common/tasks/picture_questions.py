@@ -13,7 +13,6 @@ from recipes.common.runtime import print0
 from recipes.common.sharding import Layout, Tree, make_layout
 from recipes.common.train.beside import beside
 
-SHOWN = 4  # questions
 LONGEST = 64  # most tokens of an answer
 WIDEST = 16  # width in pixels up to which a picture is drawn
 SHADES = " .:-=+*#%@"  # from dark to light
@@ -31,26 +30,31 @@ class Question:
 class Questions:
     """Asks a model a few held-out questions. Stages of layers can't answer."""
 
-    def __init__(self, model: type, layout: Layout, tokenizer: Tokenizer, data: Dataset):
+    def __init__(
+        self, model: type, layout: Layout, tokenizer: Tokenizer, data: Dataset, count: int
+    ):
         """Compiles nothing yet.
 
         Args:
           layout: the training's.
           data: of data/pictured.py.
+          count: of questions; 0: none.
         """
         self._model, self._training, self._tokenizer = model, layout, tokenizer
-        places = np.linspace(0, len(data.held_out) - 1, SHOWN).astype(int)
+        places = np.linspace(0, len(data.held_out) - 1, count).astype(int)
         rows = [data.held_out[i] for i in dict.fromkeys(places.tolist())]
         self._questions = [question(row, layout.config) for row in rows]
         self._generator: Callable[[], Generator] | None = None
 
     def begin(self) -> None:
         """Begins to compile the programs, beside the main thread."""
-        if self._training.stages == 1:
+        if self._questions and self._training.stages == 1:
             self._generator = beside(self._training.mesh, self._compile)
 
     def show(self, state: Tree) -> None:
         """Prints the questions and the likeliest answers."""
+        if not self._questions:
+            return
         if self._generator is None:
             print0(f"No answers to show: {self._training.stages} stages of layers can't generate.")
             return

@@ -60,6 +60,7 @@ def make_optimizer(
     clip_norm: float,
     matrices: Tree = None,
     decays: Tree = None,
+    trained: Tree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clips by the global norm, then applies one of OPTIMIZERS.
 
@@ -70,6 +71,8 @@ def make_optimizer(
       matrices: `hidden_matrices`, for muon.
       decays: `decaying`, for the others; None: all but those named as biases or scales, for a program
         that only has to be like a run's.
+      trained: which parameters are updated, a tree of bools; the others have gradients of zero, and get
+        no moments. None: all.
     """
 
     def mask(params: Tree) -> Tree:
@@ -88,6 +91,8 @@ def make_optimizer(
         rule = optax.chain(optax.trace(0.9), decay, optax.scale_by_learning_rate(lr))
     else:
         rule = muon(lr, weight_decay, matrices)
+    if trained is not None:
+        rule = optax.masked(rule, lambda params: _part(trained, params))
     return optax.chain(clip(clip_norm), rule)
 
 

@@ -67,6 +67,7 @@ def make_step(layout: Layout, run: Run, training: Optimization) -> TrainStep:
     optimizer = make_optimizer(
         training.optimizer, lr, training.weight_decay, training.clip_norm,
         matrices=hidden_matrices(layout), decays=decaying(layout),
+        trained=layout.model.is_trained() if layout.model.frozen else None,
     )  # fmt: skip
     return TrainStep(
         layout, optimizer, lr,

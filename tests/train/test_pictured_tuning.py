@@ -1,0 +1,141 @@
+"""Tuning a model that sees: adapters and whole models of a folder, written and read back."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import PIL.Image
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from recipes.common import checkpoint
+from recipes.common.mesh import make_mesh
+from recipes.common.runtime import Run
+from recipes.common.sharding.abstract import paths
+from recipes.common.sharding.layout import make_layout, shardings
+from recipes.common.train.state import initialize
+from recipes.common.train.step import make_step
+from recipes.common.train.training_flags import Training
+from tests.conftest import ROOT, full_except
+from tests.support.quick import QUICK
+from tests.support.quick import quick as quick
+from zoo.core.layers import AttentionType
+from zoo.gemma3_vision import Config, Gemma3Vision
+
+pytestmark = pytest.mark.promise("hugging-face")
+
+GOLDEN = ROOT / "tests" / "golden" / "pictures" / "gemma3"
+ENTRY = "gemma3_vision"
+LETTERS = ["<pad>", "<eos>", "<bos>", "<unk>"] + [chr(i) for i in range(97, 123)] + ["?", "\n", " "]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the golden folder with a tokenizer of letters, and rows beside it."""
+    target = tmp_path / "theirs"
+    target.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (target / file).write_bytes((GOLDEN / file).read_bytes())
+    made = tokenizers.Tokenizer(
+        models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="<unk>")
+    )
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.save(str(target / "tokenizer.json"))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    (target / "tokenizer_config.json").write_text(json.dumps(names))
+    for i in range(6):
+        PIL.Image.fromarray(np.full((9, 9, 3), 40 * i, np.uint8)).save(tmp_path / f"{i}.png")
+    rows = [
+        {"prompt": "<image>which?", "completion": "abcdef"[i], "image": f"{i}.png"}
+        for i in range(6)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return target
+
+
+def logits(source) -> np.ndarray:
+    layout = checkpoint.layout_of(source, make_mesh("1x1"), "dp")
+    variables = checkpoint.restore_variables(source, layout)
+    wanted = np.load(GOLDEN / "outputs.npz")
+
+    def run(variables, tokens, images):
+        return layout.model.merge(variables)(tokens, None, images)
+
+    given = (variables, wanted["tokens"], wanted["images"])
+    return np.asarray(layout.compile(run, *given, compiler_options=QUICK)(*given))
+
+
+def tune(inside, folder, *flags) -> None:
+    done = inside(
+        "recipes.gemma3_vision", f"--restore_from=hf:{folder}", "--mesh=1x1", "--batch_size=4",
+        f"--dataset={folder.parent / 'rows.jsonl'}", "--seq_len=24", "--questions=0", "--steps=3",
+        f"--workdir={folder.parent / 'run'}", "--learning_rate=0.01", "--warmup_steps=0", *flags,
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+
+
+def export(inside, folder, target: str, *flags) -> str:
+    run = folder.parent / "run"
+    done = inside(
+        "recipes.hf", "export", f"--source={run}", f"--target={folder.parent / target}", *flags
+    )
+    assert (done.code, done.err) == (0, "")
+    return f"hf:{folder.parent / target}"
+
+
+def test_an_adapter_of_a_folder_is_exported_merged_and_alone(folder, inside, quick):
+    tune(inside, folder, "--lora_rank=2")
+    tuned = logits(checkpoint.find(folder.parent / "run"))
+    base = logits(checkpoint.find(f"hf:{folder}", entry=ENTRY))
+    assert np.abs(tuned - base).max() > 1e-3
+    merged = checkpoint.find(export(inside, folder, "merged"), entry=ENTRY)
+    np.testing.assert_array_equal(logits(merged), tuned)
+    name = export(inside, folder, "adapter", "--adapter")
+    alone = checkpoint.find(name, base=f"hf:{folder}", entry=ENTRY)
+    np.testing.assert_array_equal(logits(alone), tuned)
+
+
+@pytest.mark.parametrize(
+    "optimizer", full_except(["adamw", "muon", "sgd"], fast=[], release=["muon", "sgd"])
+)
+def test_a_frozen_tower_is_not_trained(optimizer):
+    """Nor has it moments; everything else is trained."""
+    config = dataclasses.replace(
+        Config.tiny(),
+        num_layers=1,
+        tower_layers=1,
+        layer_kinds=(AttentionType(None, 1e6),),
+        freeze_tower=True,
+    )
+    layout = make_layout(
+        Gemma3Vision, config, make_mesh("2"), "fsdp", batch_size=8, seq_len=16
+    )
+    run = Run(steps=4, batch_size=8, learning_rate=0.1)
+    step = make_step(layout, run, Training(optimizer=optimizer, warmup_steps=0))
+    abstract = step.abstract_state()
+    moments = [path for path in paths(abstract["opt_state"]) if "vision" in path]
+    assert not moments
+    assert [path for path in paths(abstract["opt_state"]) if "layers/mlp/up" in path]
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 257, (8, 16), np.int32)
+    tokens[:3, 2:6] = config.image_token
+    batch = {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, axis=1),
+        "segment_ids": np.zeros((8, 16), np.int32),
+        "images": random.integers(0, 256, (8, 1, 8, 8, 3), np.uint8),
+    }
+    example = {name: x[0] for name, x in batch.items()}
+    compiled = layout.compile(
+        step, abstract, layout.abstract_batch(example), out_shardings=(shardings(abstract), None),
+        compiler_options=QUICK,
+    )  # fmt: skip
+    state = initialize(layout, step.optimizer, 0, abstract)
+    before = {path: np.asarray(x) for path, x in paths(state["params"]).items()}
+    batch = jax.device_put(batch, layout.batch_shardings(batch))
+    state, metrics = compiled(state, batch)
+    assert np.isfinite(float(metrics["grad_norm"]))
+    for path, value in paths(state["params"]).items():
+        assert np.array_equal(before[path], value) == path.startswith("vision/"), path
