@@ -89,7 +89,9 @@ def main(run: Run, data: PicturedRows, flags: Any, training: Training) -> Planne
 
     # ---- Step, state and training ----------------------------------------------------------------
     step = make_step(layout, run, training)
-    sequence = flops.decoder(layout.shape, data.seq_len)["causal"]  # without the tower's
+    sequence = flops.decoder(layout.shape, data.seq_len)["causal"]
+    if tower := layout.shape.tower:  # empty slots count, as padding does
+        sequence += tower.flops(len(rows.filler["images"]))
     whole = layout.stages == 1  # else nothing calls the model
     questions = Questions(Gemma3Vision, layout, tokenizer, rows, data.questions)
     state, log, metrics = fit(

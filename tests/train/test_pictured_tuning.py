@@ -1,14 +1,10 @@
 """Tuning a model that sees: adapters and whole models of a folder, written and read back."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
-import PIL.Image
 import pytest
-import tokenizers
-from tokenizers import models, pre_tokenizers
 
 from recipes.common import checkpoint
 from recipes.common.mesh import make_mesh
@@ -18,7 +14,8 @@ from recipes.common.sharding.layout import make_layout, shardings
 from recipes.common.train.state import initialize
 from recipes.common.train.step import make_step
 from recipes.common.train.training_flags import Training
-from tests.conftest import ROOT, full_except
+from tests.conftest import full_except
+from tests.support.pictured_folder import GOLDEN, write_folder
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
 from zoo.core.layers import AttentionType
@@ -26,33 +23,13 @@ from zoo.gemma3_vision import Config, Gemma3Vision
 
 pytestmark = pytest.mark.promise("hugging-face")
 
-GOLDEN = ROOT / "tests" / "golden" / "pictures" / "gemma3"
 ENTRY = "gemma3_vision"
-LETTERS = ["<pad>", "<eos>", "<bos>", "<unk>"] + [chr(i) for i in range(97, 123)] + ["?", "\n", " "]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the golden folder with a tokenizer of letters, and rows beside it."""
-    target = tmp_path / "theirs"
-    target.mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (target / file).write_bytes((GOLDEN / file).read_bytes())
-    made = tokenizers.Tokenizer(
-        models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="<unk>")
-    )
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.save(str(target / "tokenizer.json"))
-    names = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    (target / "tokenizer_config.json").write_text(json.dumps(names))
-    for i in range(6):
-        PIL.Image.fromarray(np.full((9, 9, 3), 40 * i, np.uint8)).save(tmp_path / f"{i}.png")
-    rows = [
-        {"prompt": "<image>which?", "completion": "abcdef"[i], "image": f"{i}.png"}
-        for i in range(6)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return target
+    """A folder to tune, and rows beside it."""
+    return write_folder(tmp_path)
 
 
 def logits(source) -> np.ndarray:
@@ -109,9 +86,7 @@ def test_a_frozen_tower_is_not_trained(optimizer):
         layer_kinds=(AttentionType(None, 1e6),),
         freeze_tower=True,
     )
-    layout = make_layout(
-        Gemma3Vision, config, make_mesh("2"), "fsdp", batch_size=8, seq_len=16
-    )
+    layout = make_layout(Gemma3Vision, config, make_mesh("2"), "fsdp", batch_size=8, seq_len=16)
     run = Run(steps=4, batch_size=8, learning_rate=0.1)
     step = make_step(layout, run, Training(optimizer=optimizer, warmup_steps=0))
     abstract = step.abstract_state()

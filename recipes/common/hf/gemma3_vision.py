@@ -117,6 +117,16 @@ def canonical(name: str) -> str:
     return name
 
 
+def peft_name(name: str) -> str:
+    """The name of a tensor of TENSORS in memory of transformers, as PEFT's adapters have it."""
+    newer = {f"{TEXT}model.": f"model.{TEXT}", f"{TEXT}lm_head.": "lm_head."}
+    newer |= {INNER: f"model.{TOWER}", PROJECTOR: f"model.{PROJECTOR}"}
+    for published, in_memory in newer.items():
+        if name.startswith(published):
+            return in_memory + name.removeprefix(published)
+    return name
+
+
 def without_head(stored: dict[str, Stored], config: Any) -> Selection:
     kept = {name: x for name, x in stored.items() if not canonical(name).startswith(HEAD)}
     left_out = "Left out the head of the vision tower, which Gemma 3 does not read."
@@ -133,6 +143,7 @@ FAMILY = Family(
     tied={f"{TEXT}lm_head.weight": f"{TEXT}model.embed_tokens.weight"},
     text_keys=whole_keys,
     canonical=canonical,
+    peft_name=peft_name,
     select=without_head,
     computed=("rotary_emb.inv_freq", "position_ids"),
     other_files=lambda config: vit.other_files(config, vit.OF_GEMMA3),

@@ -11,7 +11,7 @@ from zoo.core.sharding import device, mesh_axes, shards
 from zoo.core.strategies import SEQ
 from zoo.experts.exchange import exchanges
 from zoo.experts.expert_strategies import EXPERT
-from zoo.kernels.choice import Choice, Request, choose_kernel
+from zoo.kernels.choice import RING, SPANS, Choice, Request, choose_kernel
 from zoo.options.quantization import has_float8
 from zoo.parallel.context import choose_exchange
 
@@ -47,30 +47,39 @@ def report(layout: Layout, seq_len: int, segments: bool) -> list[str]:
     if attention is None:
         return []
     with layout.trace():
-        choice = attention_kernel(layout.config, attention, seq_len, segments)
+        spans = layout.shape.tower is not None
+        choice = attention_kernel(layout.config, attention, seq_len, segments, spans)
         words = [choice.kernel]
         if exchange := choose_exchange(layout.config.context, attention.heads):
             words.insert(0, f"{exchange} over {' and '.join(mesh_axes(SEQ))} ({shards(SEQ)})")
     if choice.blocks:
         words.append(f"blocks of {choice.blocks}")
+    named = layout.config.attention
+    if spans and named not in ("auto", choice.kernel):
+        words.append(f"as {named} has no spans that see both ways")
     if choice.obstacle:
         words.append(f"no other kernel for {choice.obstacle}")
     return [] if words == ["xla"] else [f"attention: {', '.join(words)}"]
 
 
 def attention_kernel(
-    config: Any, attention: AttentionShape, seq_len: int, segments: bool
+    config: Any, attention: AttentionShape, seq_len: int, segments: bool, spans: bool = False
 ) -> Choice:
     """The kernel for all attention of a decoder, as in a step that is traced now.
 
     The active mesh and rules decide.
+
+    Args:
+      segments: whether rows have segment ids.
+      spans: whether rows have pictures, whose positions see each other in both directions.
     """
+    exchange = choose_exchange(config.context, attention.heads)
     request = Request(
         seq_len=seq_len,
         head_dim=attention.key_dim,
         dtype=config.dtype,
         segments=segments,
-        exchange=choose_exchange(config.context, attention.heads),
+        exchange=SPANS if spans and exchange != RING else exchange,
         soft_cap=attention.soft_cap,
         sinks=attention.sinks,
         two_sided=attention.window is not None and not attention.causal,

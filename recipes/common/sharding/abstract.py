@@ -112,7 +112,8 @@ def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
     phases = Phases(own_embed_pairs, own_compare) if has_phases else None
     stated: Any = type(model)
     batch_axes = tuple(stated.batch_axes.items()) if "batch_axes" in dir(stated) else ()
-    frozen = model.frozen if "frozen" in dir(stated) else ()
+    module: Any = model
+    frozen = module.frozen if "frozen" in dir(stated) else ()
     return AbstractModel(
         graph, states, shapes, axes, variables, names, recurrences,
         phases=phases, batch_axes=batch_axes, frozen=frozen,

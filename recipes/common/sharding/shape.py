@@ -13,6 +13,7 @@ from flax import nnx
 
 from recipes.common.runtime import UserError
 from recipes.common.sharding.abstract import AbstractModel, abstract_model, paths
+from recipes.common.sharding.tower_shape import TowerShape, tower_of
 from zoo.core.sharding import AxisNames
 from zoo.core.strategies import (
     HEADS,
@@ -137,6 +138,7 @@ class Shape:
     reduce_dtype: str | None = None
     remats: tuple[str, ...] = ()  # values of remat that a plan may choose
     adapters: bool = False  # whether all other weights are frozen
+    tower: TowerShape | None = None  # of a model that sees, beside the layers
 
     def positions_of(self, path: str) -> int:
         """The positions of an example that a weight is multiplied with."""
@@ -257,6 +259,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         reduce_dtype=_stated(config, "reduce_dtype"),
         remats=tuple(_stated(config, "REMAT") or ()) if vocab_size else (),
         adapters="base" in model.shapes,
+        tower=tower_of(weights, config, trained="base" not in model.shapes and not model.frozen),
     )
 
 

@@ -43,6 +43,7 @@ from recipes.instruments.plan.textbook import (
     optimizer_transfers,
     transfers,
 )
+from recipes.instruments.plan.tower import PICTURES
 from zoo.core.sharding import device
 from zoo.core.strategies import RESIDUAL_SEQ
 from zoo.experts.slots import CAPACITY
@@ -291,6 +292,10 @@ def _work(layout: Layout, accumulate: int = 1) -> Work:
     )
     attention = useful - each * shape.multiplied * tokens - recurrence
     matmuls = useful - table - attention - recurrence
+    if shape.tower:  # its attention counts as a matmul
+        of_tower = shape.tower.flops(PICTURES * layout.batch_size)
+        useful += of_tower
+        matmuls += of_tower
     for experts, count in shape.trained_experts:
         of_tokens = each * count * experts.per_token * experts.weights * tokens
         if experts.capacity:  # empty slots are computed too, as many for each part of a row

@@ -15,6 +15,7 @@ from recipes.common.sharding.shape import (
     LayerShape,
     RecurrenceShape,
 )
+from recipes.instruments.plan.tower import with_tower
 from zoo.core.sharding import optimizer_axes
 from zoo.core.strategies import HEADS, KV_HEADS, LAYERS, MLP, RESIDUAL_SEQ, VOCAB
 from zoo.core.vocabulary import positions_at_once
@@ -67,10 +68,10 @@ def weights(layout: Layout) -> Weights:
     stacked_layers = layout.shape.stacked_layers
     params = state = hidden = stacked = layer = ends = frozen = 0.0
     for kind, variables in layout.model.variables.items():
-        for leaf, axes in variables.values():
+        for path, (leaf, axes) in variables.items():
             in_total = leaf.size * leaf.dtype.itemsize
             at_rest = in_total / math.prod(count_shards(rest, axis, sizes) for axis in axes)
-            if kind == "params":
+            if kind == "params" and not path.startswith(layout.model.frozen):
                 split = [count_shards(rest, axis, sizes) for axis in optimizer_axes(axes, rest)]
                 params += at_rest
                 state += in_total / math.prod(split)
@@ -118,6 +119,9 @@ def memory_parts(
     sizes = sizes or weights(layout)
     on_device = 0.0 if offload else moments(sizes, optimizer)
     state = {"parameters": sizes.params + sizes.frozen, "optimizer": on_device}
+    if layout.shape.tower:
+        parts = _token_bytes(layout, accumulate, segments, sizes)
+        return state | with_tower(parts, layout, layout.shape.tower, accumulate)
     if layout.shape.vocab_size:
         return state | _token_bytes(layout, accumulate, segments, sizes)
     return state | _example_bytes(layout, accumulate, sizes)
@@ -458,7 +462,8 @@ def kernel(layout: Layout, segments: bool = True, length: int = 0) -> str:
         return "xla"
     with layout.trace():
         length = length or layout.seq_len
-        return attention_kernel(layout.config, attention, length, segments).kernel
+        spans = layout.shape.tower is not None
+        return attention_kernel(layout.config, attention, length, segments, spans).kernel
 
 
 def compute_bytes(layout: Layout) -> int:

@@ -1,0 +1,78 @@
+"""The tower of a model that sees: what it multiplies, for reports and plans."""
+
+import dataclasses
+import math
+from typing import Any
+
+from zoo.core.strategies import HEADS, MLP
+from zoo.parts.picture_tokens import TOWER_LAYERS
+
+PATCHES = "patch_positions"  # the logical axis of the tower's learned positions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TowerShape:
+    """A tower (zoo/parts/picture_tokens.py)."""
+
+    layers: int  # L
+    embed: int  # D
+    heads: int
+    head_dim: int
+    mlp: int  # F
+    weights: int  # of a layer that a patch is multiplied with
+    patch: int  # weights that a patch is multiplied with before the layers
+    patch_numbers: int  # of a patch
+    projection: int  # weights that a token is multiplied with after them
+    patches: int  # T, of a picture
+    tokens: int  # K, of a picture in the decoder
+    trained: bool  # whether its weights have gradients
+
+    def flops(self, pictures: float) -> float:
+        """FLOPs of training on so many pictures: all patches of one attend to each other."""
+        multiplied = (self.layers * self.weights + self.patch) * self.patches
+        multiplied += self.projection * self.tokens
+        attention = 2 * self.layers * self.heads * self.head_dim * self.patches**2
+        return (6 if self.trained else 2) * (multiplied + attention) * pictures
+
+
+def tower_of(weights: dict[str, tuple], config: Any, trained: bool) -> TowerShape | None:
+    """The tower among a model's weights; None without one.
+
+    Args:
+      weights: path → (logical axes, shape).
+      config: the model's.
+      trained: whether it has gradients.
+    """
+    layers = {path: x for path, x in weights.items() if x[0] and x[0][0] == TOWER_LAYERS}
+    if not layers:
+        return None
+    root = next(iter(layers)).partition("/")[0]
+    own = {path: x for path, x in weights.items() if path.startswith(f"{root}/")}
+    matrices = [
+        (axes[1:], shape)
+        for path, (axes, shape) in layers.items()
+        if len(axes) > 2 and not path.endswith("bias")
+    ]
+    queries = next(shape for axes, shape in matrices if HEADS in axes and axes[0] != HEADS)
+    hidden = next(shape[1 + axes.index(MLP)] for axes, shape in matrices if MLP in axes)
+    patch = next(shape for axes, shape in own.values() if "patch_rows" in axes)
+    patches = next(shape[0] for axes, shape in own.values() if PATCHES in axes)
+    ends = [
+        math.prod(shape)
+        for axes, shape in own.values()
+        if len(axes) == 2 and TOWER_LAYERS not in axes and PATCHES not in axes
+    ]
+    return TowerShape(
+        layers=queries[0],
+        embed=queries[1],
+        heads=queries[2],
+        head_dim=queries[3],
+        mlp=hidden,
+        weights=sum(math.prod(shape[1:]) for _, shape in matrices),
+        patch=math.prod(patch),
+        patch_numbers=math.prod(patch[:-1]),
+        projection=sum(ends),
+        patches=patches,
+        tokens=config.picture_tokens,
+        trained=trained,
+    )
