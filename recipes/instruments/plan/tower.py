@@ -25,15 +25,20 @@ def with_tower(
     rows = layout.batch_size // accumulate
     pictures = math.ceil(rows * PICTURES / layout.mesh.size)
     patches = pictures * tower.patches
-    saved = patches * tower.layers * _saved(layout, tower, width) * width if tower.trained else 0.0
+    scores = 0
+    if _kernel(layout, tower) == "xla":
+        scores = pictures * tower.heads * tower.patches**2 * 4
+    saved = 0.0
+    if tower.trained:
+        saved = patches * tower.layers * _saved(layout, tower, width) * width
+        saved += tower.layers * scores * (layout.shape.remat == "none")
     pixels = patches * tower.patch_numbers * (4 + width)
     # Tokens of the pictures of a device's rows, and of their gradients.
     tokens = rows // layout.batch_shards * PICTURES * tower.tokens * layout.shape.embed * width
     queries = tower.heads * tower.head_dim
     inner = 4 * queries + 2 * tower.mlp + 2 * tower.embed
     working = patches * inner * width * (2 if tower.trained else 1) + 2 * tower.weights * width
-    if _kernel(layout, tower) == "xla":
-        working += pictures * tower.heads * tower.patches**2 * 4
+    working += scores
     gradients = _gradients(layout) if tower.trained else 0.0
     live = "live working set"
     return parts | {

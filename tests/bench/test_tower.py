@@ -1,0 +1,84 @@
+"""Plans and reports of models that see count the tower, and name what a kernel lacks for pictures."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from recipes.common.report import kernel
+from recipes.common.sharding.layout import make_layout
+from recipes.common.sharding.shape import trace_shape
+from recipes.instruments.plan.estimate import abstract_mesh, estimate
+from recipes.instruments.plan.hardware import Devices
+from recipes.instruments.plan.step_memory import memory_parts
+from zoo.core.layers import AttentionType
+from zoo.gemma3_vision import Config, Gemma3Vision
+
+pytestmark = pytest.mark.promise("bench")
+
+TINY = dataclasses.replace(
+    Config.tiny(), num_layers=2, layer_kinds=(AttentionType(None, 1e6),), dtype="bfloat16"
+)
+ROWS, LENGTH = 16, 1_024
+
+
+def layout_on(kind: str, **changes):
+    devices = Devices(kind, 8)
+    config = dataclasses.replace(TINY, **changes)
+    mesh = abstract_mesh({"data": 8}, devices)
+    return make_layout(Gemma3Vision, config, mesh, "fsdp", batch_size=ROWS, seq_len=LENGTH), devices
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_flops_of_a_picture_are_those_of_its_products(frozen):
+    """Two for each weight and position, as many for scores and outputs; backward twice that."""
+    config = dataclasses.replace(TINY, freeze_tower=frozen)
+    D, F, T, L = config.tower_embed, config.tower_mlp, 16, config.tower_layers
+    products = T * (config.patch**2 * config.channels * D + L * (4 * D * D + 2 * D * F))
+    products += config.picture_tokens * D * config.embed
+    scores_and_outputs = L * 2 * T * T * D
+    flops = 2 * (products + scores_and_outputs) * (1 if frozen else 3)
+    assert trace_shape(Gemma3Vision, config).tower.flops(5) == 5 * flops
+
+
+def test_a_plan_counts_the_tower():
+    trained, devices = layout_on("v5p")
+    frozen, _ = layout_on("v5p", freeze_tower=True)
+    large, _ = layout_on("v5p", image_size=32, picture_tokens=16)
+    parts = [memory_parts(layout) for layout in (trained, frozen, large)]
+    assert (
+        parts[1]["saved activations"]
+        < parts[0]["saved activations"]
+        < parts[2]["saved activations"]
+    )
+    # Moments of everything but the frozen tower, in float32; it has no gradients either.
+    tower = [
+        array.size
+        for path, (array, _) in trained.model.variables["params"].items()
+        if path.startswith("vision/")
+    ]
+    moments = parts[0]["optimizer"] - parts[1]["optimizer"]
+    assert 2 * 4 * sum(tower) / 8 <= moments <= 2 * 4 * sum(tower)
+    assert parts[0]["parameters"] == parts[1]["parameters"]
+    assert parts[1]["gradients"] < parts[0]["gradients"]
+    useful = [estimate(layout, devices).useful for layout in (trained, frozen)]
+    difference = trained.shape.tower.flops(ROWS) - frozen.shape.tower.flops(ROWS)
+    np.testing.assert_allclose(useful[0] - useful[1], difference, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("h100", {}, "attention: triton, no other kernel for spans that see both ways"),
+        (
+            "h100",
+            {"attention": "cudnn"},
+            "attention: flash, as cudnn has no spans that see both ways",
+        ),
+        ("v5p", {}, "attention: splash, blocks of 1024"),
+    ],
+)
+def test_a_report_names_the_kernel_of_rows_with_pictures(kind, changes, said):
+    layout, _ = layout_on(kind, **changes)
+    assert kernel.report(layout, LENGTH, segments=True) == [said]
+    assert layout.shape.tower
