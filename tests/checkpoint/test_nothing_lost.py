@@ -461,6 +461,29 @@ def test_a_run_continues_after_a_failed_save(limited, trained, tmp_path):
     assert records(tmp_path / "w", *fields) == records(trained, *fields)
 
 
+COMPILED = """
+import jax
+from recipes.common.runtime import start
+from tests.support.limits import limit_files
+
+start._settle_libraries()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+limit_files(10)
+print(jax.jit(lambda x: x + 1)(1))
+"""
+
+
+@pytest.mark.promise("full-disk")
+@pytest.mark.full
+def test_a_program_that_can_not_be_kept_is_no_news(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=os.environ | {"ZOO_CACHE": str(tmp_path)},
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
 @pytest.mark.promise("full-disk")
 @pytest.mark.full
 def test_a_last_save_that_fails_ends_the_run_cleanly(limited, trained, tmp_path):

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,8 @@ def _settle_libraries() -> None:
     absl_logging.set_verbosity(absl_logging.FATAL)  # errors come back as exceptions
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the saver reports failed saves
     sys.unraisablehook = _unraisable
+    # On a full disk: the next run compiles again. What must be saved has lines of its own.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     if cache_dir := jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         folders.to_path(cache_dir, "JAX_COMPILATION_CACHE_DIR")  # raises if a bucket is unreachable
         return
