@@ -15,21 +15,34 @@ import pytest
 
 from recipes.common import checkpoint
 from tests.conftest import ROOT
+from tests.support.pictured_folder import write_folder
 from tests.support.quick import XLA_FLAGS
 from tests.support.runs import TINY, assert_bit_equal, records, state_of, steps_saved, to_reinforce
 
 pytestmark = [pytest.mark.promise("resume"), pytest.mark.full]  # a dozen real processes
 
 STEPS = 36
-FLAGS = (*TINY, f"--steps={STEPS}", "--checkpoint_every=3", "--log_every=1")
-FLAGS += ("--eval_every=6", "--keep_best")
+FLAGS = (
+    f"--steps={STEPS}",
+    "--checkpoint_every=3",
+    "--log_every=1",
+    "--eval_every=6",
+    "--keep_best",
+)
+# A run that reads a picture's file for each row of a batch.
+WITH_PICTURES = ("--size=tiny", "--mesh=2x1", "--seq_len=24", "--batch_size=4", "--questions=0")
 
 
 @pytest.fixture(scope="module")
 def start(request, book):
     """Starts the run of --run in a workdir."""
     recipe, *flags = request.config.getoption("--run").split()
-    command = [sys.executable, "-m", f"recipes.{recipe}", *FLAGS, *flags, book]
+    return starting(recipe, *TINY, *FLAGS, *flags, book)
+
+
+def starting(recipe: str, *flags: str):
+    """A function that starts a run in a workdir."""
+    command = [sys.executable, "-m", f"recipes.{recipe}", *flags]
 
     def start(workdir):
         return subprocess.Popen(
@@ -87,17 +100,35 @@ def kill_at(process, workdir, moment: str, chance: random.Random) -> str:
     )
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, start):
-    workdir = tmp_path_factory.mktemp("uninterrupted")
+def finished(start, workdir):
+    """The workdir of a run that nothing interrupts."""
     process = start(workdir)
     out, _ = process.communicate()
     assert process.returncode == 0, out
     return workdir
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, start):
+    return finished(start, tmp_path_factory.mktemp("uninterrupted"))
+
+
 def test_a_run_survives_a_kill_at_any_moment(request, uninterrupted, start, tmp_path):
-    kills, chance = request.config.getoption("--kills"), random.Random(0)
+    survive(request.config.getoption("--kills"), uninterrupted, start, tmp_path)
+
+
+def test_a_run_with_pictures_survives_a_kill_at_any_moment(request, tmp_path):
+    write_folder(tmp_path)
+    start = starting(
+        "gemma3_vision", *WITH_PICTURES, *FLAGS, f"--dataset={tmp_path / 'rows.jsonl'}"
+    )
+    whole = finished(start, tmp_path / "whole")
+    survive(request.config.getoption("--kills"), whole, start, tmp_path)
+
+
+def survive(kills: int, uninterrupted, start, tmp_path) -> None:
+    """Kills runs at moments of each kind; each ends equal to the uninterrupted one."""
+    chance = random.Random(0)
     moments = (["save", "init", "step", "restore"] * kills)[:kills]
     workdir, fell = tmp_path / "w", 0
     for number, moment in enumerate(moments):
