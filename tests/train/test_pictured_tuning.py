@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from recipes.common import checkpoint
 from recipes.common.mesh import make_mesh
@@ -70,6 +71,9 @@ def test_an_adapter_of_a_folder_is_exported_merged_and_alone(folder, inside, qui
     merged = checkpoint.find(export(inside, folder, "merged"), entry=ENTRY)
     np.testing.assert_array_equal(logits(merged), tuned)
     name = export(inside, folder, "adapter", "--adapter")
+    written = safetensors.numpy.load_file(folder.parent / "adapter" / "adapter_model.safetensors")
+    in_memory = "base_model.model.model.language_model.layers."
+    assert all(tensor.startswith(in_memory) for tensor in written), "names of transformers' modules"
     alone = checkpoint.find(name, base=f"hf:{folder}", entry=ENTRY)
     np.testing.assert_array_equal(logits(alone), tuned)
 
