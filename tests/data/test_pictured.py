@@ -102,8 +102,9 @@ def test_other_forms_of_rows_are_the_same_row(tmp_path):
 )  # fmt: skip
 def test_a_mistake_names_its_row(write, row, said, tmp_path):
     buffer = io.BytesIO()
-    PIL.Image.fromarray(np.zeros((64, 64), np.uint8)).save(buffer, "JPEG")
-    (tmp_path / "cut.jpg").write_bytes(buffer.getvalue()[:-90])
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)
+    PIL.Image.fromarray(noise).save(buffer, "JPEG")
+    (tmp_path / "cut.jpg").write_bytes(buffer.getvalue()[:-900])  # its header is whole
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "flat.png").write_bytes(of_size(png(0), 8, 0))
     (tmp_path / "huge.png").write_bytes(of_size(png(0), 20_000, 5_000))
@@ -168,3 +169,15 @@ def test_a_rendered_conversation_has_margins_that_its_template_would_strip():
     )
     before, after = chat.encode(["<user>\n\n", "\n\nWho?\n"])
     assert asked.tokens.tolist() == [*before, *PICTURE, *after]
+
+
+def test_a_picture_divides_a_text_as_a_control_token_does():
+    """A tokenizer of Llama 2's kind writes a character otherwise inside a text than alone."""
+    tokens = tokenizer.from_files(small_tokenizers.metaspace())
+    around = picture_rows.OF_BYTES
+    row = {"prompt": f"a{picture_rows.MARK}b{picture_rows.MARK}"}
+    asked = picture_rows.asked(
+        row, ["1", "2"], "", picture_rows.for_pictures(tokens, around), around
+    )
+    before, after = tokens.encode(["a", "b"])
+    assert asked.tokens.tolist() == [*tokens.start, *before, *PICTURE, *after, *PICTURE]
