@@ -119,6 +119,8 @@ def main(flags: Flags) -> None:
     long = assumed + contexts.beyond(flags.entry, flags.size, job.seq_len)
     if job.seq_len and job.seq_len != (asked or SHORT):
         long.append(f"Rows have {job.seq_len:,} tokens; --seq_len=… plans others.")
+    if plan.ranked[0].layout.shape.tower:
+        long.append("Memory and compute count one picture a row; --confirm compiles rows of text.")
     ranked = answer.distinct(plan.ranked)[: flags.top]
     say(*answer.table(ranked), "", *long, *answer.notes(plan), "")
     if plan.best:
