@@ -257,8 +257,9 @@ def test_meshes_agree_on_losses_and_gradients(name, mesh):
 def test_the_report_says_what_is_trained():
     """Checks the numbers for SmolLM2-135M with rank 8."""
     smol = Config(49_152, 576, 30, num_heads=9, num_kv_heads=3, head_dim=64, mlp=1_536, lora_rank=8)
-    state = abstract_state(layout_of(smol), OPTIMIZER)
-    assert report.total(state) == (
+    layout = layout_of(smol)
+    state = abstract_state(layout, OPTIMIZER)
+    assert report.total(layout, state) == (
         "Trains 2,442,240 of 136,957,248 parameters. Per device: parameters 538.1 MB (base) + 9.8 MB "
         "(trained), gradients 9.8 MB, optimizer state 19.5 MB."
     )

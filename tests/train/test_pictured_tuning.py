@@ -9,6 +9,7 @@ import safetensors.numpy
 
 from recipes.common import checkpoint
 from recipes.common.mesh import make_mesh
+from recipes.common.report import report
 from recipes.common.runtime import Run
 from recipes.common.sharding.abstract import paths
 from recipes.common.sharding.layout import make_layout, shardings
@@ -96,6 +97,8 @@ def test_a_frozen_tower_is_not_trained(optimizer):
     abstract = step.abstract_state()
     moments = [path for path in paths(abstract["opt_state"]) if "vision" in path]
     assert not moments
+    counts = [x.size for path, x in paths(abstract["params"]).items() if path[:7] != "vision/"]
+    assert f"Trains {sum(counts):,} of " in report.table(layout, abstract)
     assert [path for path in paths(abstract["opt_state"]) if "layers/mlp/up" in path]
     random = np.random.default_rng(0)
     tokens = random.integers(0, 257, (8, 16), np.int32)

@@ -54,16 +54,26 @@ def table(layout: Layout, state: Tree, frozen: Tree | None = None) -> str:
         arrays = paths(state[kind])
         rows += [row(path, arrays[path], axes) for path, axes in paths(tree).items()]
     return "\n".join(
-        [*columns(rows), total(state, frozen), *offloaded(layout, state), *uneven(layout, state)]
+        [
+            *columns(rows),
+            total(layout, state, frozen),
+            *offloaded(layout, state),
+            *uneven(layout, state),
+        ]
     )
 
 
-def total(state: Tree, frozen: Tree | None = None) -> str:
+def total(layout: Layout, state: Tree, frozen: Tree | None = None) -> str:
     """One line: the number of parameters, how many are trained, and their bytes per device."""
     parts = {part: state[part] for part in ("params", "base", "opt_state") if part in state}
     held = {part: size(bytes_per_device(tree)) for part, tree in parts.items()}
     count = {part: sum(math.prod(x.shape) for x in jax.tree.leaves(parts[part])) for part in parts}
+    own = paths(state["params"])
+    trained = {path: x for path, x in own.items() if not path.startswith(layout.model.frozen)}
     what, where = f"{count['params']:,} parameters", f"parameters {held['params']}"
+    if len(trained) < len(own):
+        number = sum(math.prod(x.shape) for x in trained.values())
+        what = f"Trains {number:,} of {count['params']:,} parameters"
     if "base" in parts:
         what = f"Trains {count['params']:,} of {count['params'] + count['base']:,} parameters"
         where = f"parameters {held['base']} (base) + {held['params']} (trained)"
@@ -72,7 +82,8 @@ def total(state: Tree, frozen: Tree | None = None) -> str:
     second = f", frozen model {size(bytes_per_device(frozen))}" if frozen else ""
     if frozen and any(map(is_on_host, jax.tree.leaves(frozen))):
         second += " (in the host's memory)"
-    return f"{what}. Per device: {where}, gradients {held['params']}, optimizer state {moments}{second}."
+    gradients = size(bytes_per_device(trained))
+    return f"{what}. Per device: {where}, gradients {gradients}, optimizer state {moments}{second}."
 
 
 def on_host(state: Tree) -> bool:
