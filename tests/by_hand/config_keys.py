@@ -132,7 +132,7 @@ def keys_read(folder: pathlib.Path) -> dict[str, Any]:
         names |= {*part.attribute_map}
         for name in sorted(names - PLUMBING):
             if not callable(getattr(type(part), name, None)):
-                found[f"{inside}.{name}" if inside else name] = getattr(part, name, None)
+                found[f"{inside}.{name}" if inside else name] = value_of(part, name)
         rope = getattr(part, "rope_parameters", None) or {}
         by_kind = {k: v for k, v in rope.items() if isinstance(v, dict)} or {"": rope}
         for kind, values in by_kind.items():
@@ -141,6 +141,11 @@ def keys_read(folder: pathlib.Path) -> dict[str, Any]:
         if rope:  # the older key, which their configs turn into the newer one
             found[f"{inside}.rope_scaling" if inside else "rope_scaling"] = None
     return found
+
+
+def value_of(config: Any, name: str) -> Any:
+    """A key's value. Where layers have values of their own, that of the file: asking the config raises."""
+    return vars(config).get(name) if config.is_heterogeneous else getattr(config, name, None)
 
 
 def others(key: str, value: Any) -> list[Any]:

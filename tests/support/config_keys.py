@@ -26,7 +26,9 @@ FOLDERS = (  # golden folders: of most architectures, and of each rotary scaling
     *("ministral3", "mistral3", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "bert", "roberta"),
     *("gpt2", "gpt_oss", "llama2", "odd_llama", "odd_qwen3", "smollm", "gemma2", "gemma3"),
     *("modernbert", "xlmr", "siglip", "clip", "vit", "gemma3_vision"),
-    *("granitemoe", "glm4_moe", "minimax_m2"),
+    *("granitemoe", "glm4_moe", "minimax_m2", "qwen3_next"),
+    *("gemma4", "gemma4_moe", "gemma4_unified"),
+    *("lfm2", "lfm2_moe", "nemotron_h", "nemotron3", "falcon_h1", "granitemoehybrid"),
 )
 
 
