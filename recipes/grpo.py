@@ -32,7 +32,7 @@ from recipes.common.report.report import size
 from recipes.common.runtime import Run, UserError, make_mesh, print0
 from recipes.common.runtime.flags import refuse_unused
 from recipes.common.runtime.start import start
-from recipes.common.sharding import make_layout
+from recipes.common.sharding import Layout, make_layout
 from recipes.common.tasks.classification import few
 from recipes.common.train.checks import check_step
 from recipes.common.train.loop import finish, fit
@@ -77,6 +77,8 @@ def main(
     check_step(layout, training)
 
     # ---- The sampler, under rules of its own, and the reference, if --kl asks for one ------------
+    if rollout.replay_routes:
+        check_routes(layout)
     sampling = sampling_layout(model, layout, rollout.sample_rules)
     sampler = Sampler(
         layout=sampling,
@@ -88,6 +90,7 @@ def main(
         top_p=rollout.top_p,
         seed=run.seed,
         slots=rollout.sample_slots,
+        keeps_experts=rollout.replay_routes,
     )
     sampler.check(rollout.longest_prompt)
     reference = None
@@ -174,6 +177,15 @@ def main(
         *few(float(metrics["reward"][1]), "prompts"),
     )
     finish(folder, layout, log)
+
+
+def check_routes(layout: Layout) -> None:
+    """Raises UserError if --replay_routes has nothing to replay, or stages to replay it in."""
+    if not vars(layout.config).get("num_experts"):
+        raise UserError(
+            "--replay_routes is for models with experts, and this one has none; leave it out"
+        )
+    layout.check_whole("--replay_routes")
 
 
 def started_from(run: Run) -> str:

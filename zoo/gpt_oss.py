@@ -27,6 +27,7 @@ from .options.periods import scan_kinds
 from .options.rope_scaling import Yarn
 from .core.sharding import Rules, complete_tables, constrain, param
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
+from .experts.replay import Routes
 
 YARN = Yarn(32.0, 32.0, 1.0, 4_096, False, 1.3465735902799727)  # from 4,096 to 131,072
 
@@ -155,6 +156,7 @@ class Experts(nnx.Module):
         self.up_bias = param(rngs, (E, F), ("expert", "mlp"), 0.0)
         self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), (2 * L * F) ** -0.5)
         self.down_bias = param(rngs, (E, D), ("router", "norm"), 0.0)
+        self.routes = Routes()
 
     def __call__(self, x_BTD, inputs):
         """Returns the output to add to the residual, and the metrics of `measure`; see `mix`."""
@@ -174,7 +176,10 @@ class Experts(nnx.Module):
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
         logits_BTE = add_bias(logits_BTE, self.router_bias)
-        choice, metrics = choose(self.config, logits_BTE, counted_BT, slots, load_limit)
+        choice, metrics = choose(
+            self.config, logits_BTE, counted_BT, slots, load_limit,
+            given_BTJ=self.routes.experts_BTJ(),
+        )  # fmt: skip
         expert_BTJ, weight_BTJ, place_BTJ = choice
         kept_BTJ1 = jnp.where(place_BTJ < slots, weight_BTJ, 0)[..., None]
         share_BTE = (jax.nn.one_hot(expert_BTJ, self.config.num_experts) * kept_BTJ1).sum(axis=2)

@@ -378,6 +378,7 @@ MISTAKES = {
     "--restore_from=mlp.digits": "which writes no answers",
     "--reward=reward.txt:f": "is not FILE.py:FUNCTION",
     "--sample_rules=absent": "--sample_rules=absent",
+    "--replay_routes": "--replay_routes is for models with experts, and this one has none; leave it out",
     "--sample_slots=6 --mesh=4x2": "--sample_slots=6 is not divisible by the 4 shards of 'batch'",
     "--seq_len=50": "prompt of at most 3 tokens",
     "--pack_len=90": "--pack_len=90 is shorter than a prompt with its answer, --seq_len=96; use",

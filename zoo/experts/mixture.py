@@ -18,6 +18,7 @@ from ..core.attention import AttentionInputs
 from .dispatch import Choice, by_capacity, dropless
 from .exchange import over_limit
 from .matmul import LocalExperts, gather_experts
+from .replay import Routes
 from ..core.layers import gather_positions, multiply
 from ..core.sharding import auto, constrain, mesh_axes, param, per_device, reshape, zeros
 from .slots import varying, varying_axes
@@ -162,6 +163,7 @@ class GatedExperts(nnx.Module):
         self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
         self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), down_stddev)
         self.bias = zeros((E,), ("router",), Balance) if biased else None
+        self.routes = Routes()
 
     def __call__(self, x_BTD, inputs: AttentionInputs):
         """Returns the output to add to the residual, and the metrics of `measure`; see `mix`."""
@@ -184,6 +186,7 @@ class GatedExperts(nnx.Module):
             load_limit,
             routing=self.routing,
             bias_E=None if self.bias is None else self.bias[...],
+            given_BTJ=self.routes.experts_BTJ(),
         )
         if self.scale != 1:
             choice = choice._replace(weight_BTJ=choice.weight_BTJ * self.scale)
@@ -258,7 +261,9 @@ def mix(x_BTD, config, inputs: AttentionInputs, *, route, expert, weights) -> tu
     slots = T  # enough for any choice
     if capacity is not None:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
-    choice, *more = route(x_BTD, inputs.counted_BT, slots, load_limit)
+    choice, metrics, *more = route(x_BTD, inputs.counted_BT, slots, load_limit)
+    if inputs.generates:
+        metrics |= {"chosen": choice.expert_BTJ}
 
     def compute(x_BTD, expert_BTJ, weight_BTJ, place_BTJ, *weights):
         if is_wide:  # devices add up gradients before this cast's transpose
@@ -279,7 +284,7 @@ def mix(x_BTD, config, inputs: AttentionInputs, *, route, expert, weights) -> tu
         [("batch", "seq", None)] * 4 + axes,  # D whole
         ("batch", "residual_seq" if scattered else "seq", None),
     )
-    return constrain(out_BTD, "batch", "residual_seq", "act_embed"), *more
+    return constrain(out_BTD, "batch", "residual_seq", "act_embed"), metrics, *more
 
 
 def choose(
@@ -290,6 +295,7 @@ def choose(
     load_limit: float = 0.0,
     routing: Routing = Routing(),
     bias_E=None,
+    given_BTJ=None,
 ) -> tuple[Choice, dict[str, jax.Array]]:
     """Chooses each position's experts by the router's logits, in float32.
 
@@ -299,6 +305,7 @@ def choose(
     Args:
       load_limit: see Config.load_limit; a choice beyond it has no slot.
       bias_E: changes the choice alone.
+      given_BTJ: the choice, of which only weights and slots are left to find.
 
     Returns: the Choice, and its metrics, see `measure`.
     """
@@ -313,8 +320,9 @@ def choose(
     if routing.top_groups < routing.groups:
         scores_BTE = in_best_groups(scores_BTE, routing)
     expert, weight, taken = [], [], []
-    for _ in range(J):  # not top_k, for which XLA may gather all devices' scores
-        expert.append(jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32))
+    for j in range(J):  # not top_k, for which XLA may gather all devices' scores
+        best_BT = jnp.argmax(scores_BTE, axis=-1) if given_BTJ is None else given_BTJ[..., j]
+        expert.append(best_BT.astype(jnp.int32))
         taken.append(expert[-1][..., None] == jnp.arange(E)[None, None])
         scores_BTE = jnp.where(taken[-1], -jnp.inf, scores_BTE)
         weight.append(jnp.where(taken[-1], probs_BTE, 0).sum(axis=-1))

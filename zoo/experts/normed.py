@@ -13,6 +13,7 @@ from ..core.attention import AttentionInputs
 from ..core.layers import RMSNorm, gather_positions, multiply
 from ..core.sharding import constrain, ones, param
 from .mixture import choose, mix
+from .replay import Routes
 
 
 class NormedExperts(nnx.Module):
@@ -33,6 +34,7 @@ class NormedExperts(nnx.Module):
         self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
         self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), down_stddev)
         self.out_norm = RMSNorm(D, config.norm_eps)
+        self.routes = Routes()
 
     def __call__(self, x_BTD, inputs: AttentionInputs):
         """Returns what to add to the MLP's output, and the metrics of `mixture.measure`.
@@ -61,7 +63,10 @@ class NormedExperts(nnx.Module):
         scored_BTD = scored_BTD * self.router_scale[...][None, None] * self.config.embed**-0.5
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(scored_BTD, self.router)
-        choice, metrics = choose(self.config, logits_BTE, counted_BT, slots, load_limit)
+        choice, metrics = choose(
+            self.config, logits_BTE, counted_BT, slots, load_limit,
+            given_BTJ=self.routes.experts_BTJ(),
+        )  # fmt: skip
         chosen_BTJE = jax.nn.one_hot(choice.expert_BTJ, self.config.num_experts)
         factor_BTJ = (chosen_BTJE * self.factor[...][None, None, None]).sum(axis=-1)
         return choice._replace(weight_BTJ=choice.weight_BTJ * factor_BTJ), metrics

@@ -188,7 +188,6 @@ class CachedInputs(AttentionInputs):
         return states[name]
 
 
-@fit_rules
 def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     """Reads prompts. Returns next-token logits [B, V] and a Cache with room for more tokens.
 
@@ -196,6 +195,12 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
       tokens_BT: int, left-padded: row b's prompt is its last lengths_B[b] ≥ 1 tokens.
       slots: S ≥ T, the capacity of the cache in tokens, including prompts and padding.
     """
+    return prefill_and_measure(model, tokens_BT, lengths_B, slots)[:2]
+
+
+@fit_rules
+def prefill_and_measure(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache, Any]:
+    """`prefill`, and the metrics of the layers, as `decode_and_measure` returns them."""
     T = tokens_BT.shape[1]
     first_B = constrain(T - lengths_B, "batch")
     positions_BT = constrain(jnp.arange(T)[None] - first_B[:, None], "batch", "seq")
@@ -203,13 +208,13 @@ def prefill(model, tokens_BT, lengths_B, slots: int) -> tuple[jax.Array, Cache]:
     batch = Batch(tokens_BT, None, segments_BT)
     inputs = model.inputs_of(batch, positions_BT=positions_BT, lengths_B1=lengths_B[:, None])
     inputs = dataclasses.replace(inputs, generates=True)
-    x_BTD, table_RVD, kv, states, _ = run(model, tokens_BT, inputs)
+    x_BTD, table_RVD, kv, states, metrics = run(model, tokens_BT, inputs)
     unchanged = (0, 0)
     padding = (unchanged, unchanged, (0, slots - T), unchanged, unchanged)
     pad = functools.partial(jnp.pad, pad_width=padding)
     k, v = jax.tree.map(lambda x: in_slots(pad, x)(x), kv)
     logits_BV = next_logits(x_BTD, table_RVD, model.config)
-    return logits_BV, Cache(k, v, first_B, jnp.int32(T), states)
+    return logits_BV, Cache(k, v, first_B, jnp.int32(T), states), metrics
 
 
 @fit_rules
@@ -225,7 +230,10 @@ def decode(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
 
 @fit_rules
 def decode_and_measure(model, tokens_B, cache: Cache) -> tuple[jax.Array, Cache, Any]:
-    """`decode`, and the metrics of the layers: name → [L, ...]."""
+    """`decode`, and the metrics of the layers: name → [L, ...].
+
+    Experts add "chosen" to theirs, each position's choice of layers with experts, [L, B, T, J].
+    """
     tokens_B1 = tokens_B[:, None]
     next_B1 = cache.next_B1
     batch = Batch(tokens_B1, None, None)

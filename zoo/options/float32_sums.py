@@ -35,6 +35,9 @@ def wide_in_use(layer, names: dict[str, str], dtype: str):
     """sharding.in_use for a layer whose weights' gradients are float32 from their products on."""
 
     def wide(weight):
+        if not jnp.issubdtype(weight.dtype, jnp.floating):
+            return weight
+
         def use(weight, dtype):
             return in_use(weight, names, dtype)[...].astype(jnp.float32)
 

@@ -4,7 +4,8 @@ A Generator returns to the host after every token, to show it. A Sampler stays o
 all rows have ended, and keeps what reinforcement learning needs of the distribution it sampled from.
 With fewer slots than answers, the next answer takes the slot of one that has ended.
 
-Shapes: B rows, T positions of prompts, N new tokens, V vocab, W bytes of V bits, M slots, D shards of B and M.
+Shapes: B rows, T positions of prompts, N new tokens, V vocab, W bytes of V bits, M slots, D shards of B and M,
+L layers with experts, J experts per position.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recipes.common.generation.generator import kept_logits
+from recipes.common.generation.slots import Queue, Slots
 from recipes.common.runtime import UserError
 from recipes.common.sharding import Layout, Tree, make_layout
 from zoo.core.sharding import constrain
@@ -33,6 +35,9 @@ class Answers(NamedTuple):
     entropies_BN: Any  # float32, nats, of the distribution of each token; likewise
     # uint8, as jnp.packbits: the tokens among which each was chosen; None: among all.
     kept_BNW: Any = None
+    # uint8 or uint16: the experts of the positions that predict these tokens; None: not kept.
+    experts_BNLJ: Any = None
+    experts_BTLJ: Any = None  # those of the prompts, which are left-padded
 
     def first(self, rows: int) -> "Answers":
         """The answers of the first rows."""
@@ -58,6 +63,7 @@ class Sampler:
     top_p: float = 1.0
     seed: int = 0
     slots: int = 0  # M, answers that are written at a time; 0: all
+    keeps_experts: bool = False
     _compiled: dict[tuple[int, int], jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def check(self, longest: int) -> None:
@@ -163,9 +169,11 @@ class Sampler:
         """The program: reads the prompts, then writes a token per row until all rows have ended."""
         model = self.layout.model.merge(variables)
         N, length = self.new_tokens, self._length(tokens_BT.shape[1])
-        logits_BV, cache = zoo_cache.prefill(model, tokens_BT, lengths_B, length)
-        keys_B = self._keys(ids_BI)
-        first = self._choose(keys_B, jnp.int32(0), logits_BV, is_real_B)
+        logits_BV, cache, metrics = zoo_cache.prefill_and_measure(
+            model, tokens_BT, lengths_B, length
+        )
+        keys_B, experts_BTLJ = self._keys(ids_BI), self._experts(metrics)
+        first = self._choose(keys_B, jnp.int32(0), logits_BV, is_real_B, experts_BTLJ)
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)
         written = jax.tree.map(lambda x, new: put(x, new, 0), self._nothing(first), first)
 
@@ -176,13 +184,16 @@ class Sampler:
         def step(state):
             number, token_B, cache, written = state
             is_going_B = (token_B >= 0) & ~self._is_end(token_B)
-            logits_BV, cache = zoo_cache.decode(model, jnp.maximum(token_B, 0), cache)
-            new = self._choose(keys_B, number, logits_BV, is_going_B)
+            logits_BV, cache, metrics = zoo_cache.decode_and_measure(
+                model, jnp.maximum(token_B, 0), cache
+            )
+            new = self._choose(keys_B, number, logits_BV, is_going_B, self._experts(metrics))
             written = jax.tree.map(lambda x, new: put(x, new, number), written, new)
             return number + 1, new.tokens_BN, cache, written
 
         state = jnp.int32(1), first.tokens_BN, cache, written
-        return jax.lax.while_loop(goes_on, step, state)[-1]
+        written = jax.lax.while_loop(goes_on, step, state)[-1]
+        return written._replace(experts_BTLJ=experts_BTLJ)
 
     def _write_in_slots(self, variables, tokens_BT, lengths_B, ids_BI, is_real_B) -> Answers:
         """`_write` with M rows of a cache, which answers take in turn.
@@ -194,11 +205,11 @@ class Sampler:
         model = self.layout.model.merge(variables)
         N, M = self.new_tokens, self.slots
         B, T = tokens_BT.shape
-        logits_BV, waiting = zoo_cache.prefill(
+        logits_BV, waiting, metrics = zoo_cache.prefill_and_measure(
             model, tokens_BT, lengths_B, self._length_of_waiting(T)
         )
-        keys_B = self._keys(ids_BI)
-        first = self._choose(keys_B, jnp.int32(0), logits_BV, is_real_B)
+        keys_B, experts_BTLJ = self._keys(ids_BI), self._experts(metrics)
+        first = self._choose(keys_B, jnp.int32(0), logits_BV, is_real_B, experts_BTLJ)
         written = jax.tree.map(lambda x, new: x.at[:, 0].set(new), self._nothing(first), first)
         queue = Queue.of(is_real_B & ~self._is_end(first.tokens_BN) & (N > 1), self.layout)
         nobody_M = jnp.zeros(M, bool)
@@ -222,8 +233,12 @@ class Sampler:
             # Slots without an answer write over their own last token.
             length_M = constrain(T + jnp.minimum(number_M, N - 1) - 1, "batch")
             cache = cache._replace(length=length_M)
-            logits_MV, cache = zoo_cache.decode(model, jnp.maximum(token_M, 0), cache)
-            new = self._choose(keys_B[answer_M], number_M, logits_MV, is_going_M)
+            logits_MV, cache, metrics = zoo_cache.decode_and_measure(
+                model, jnp.maximum(token_M, 0), cache
+            )
+            new = self._choose(
+                keys_B[answer_M], number_M, logits_MV, is_going_M, self._experts(metrics)
+            )
             place = jnp.where(is_going_M, answer_M, B), number_M
             written = jax.tree.map(lambda x, y: x.at[place].set(y, mode="drop"), written, new)
             is_going_M &= ~self._is_end(new.tokens_BN) & (number_M + 1 < N)
@@ -232,7 +247,8 @@ class Sampler:
 
         slots = Slots(jnp.zeros(M, int), jnp.ones(M, int), jnp.zeros(M, jnp.int32), nobody_M)
         state = queue, slots, self._empty(waiting, T), written
-        return jax.lax.while_loop(goes_on, step, state)[-1]
+        written = jax.lax.while_loop(goes_on, step, state)[-1]
+        return written._replace(experts_BTLJ=experts_BTLJ)
 
     def _empty(self, waiting, T: int):
         """A cache of M empty rows, laid out like that of the prompts that wait."""
@@ -246,6 +262,34 @@ class Sampler:
         states = jax.tree.map(lambda x: zeros(x, 0), waiting.states)
         first = jnp.zeros(M, jnp.int32, out_sharding=jax.typeof(waiting.first).sharding.spec)
         return zoo_cache.Cache(k, v, first, first, states)
+
+    def _experts(self, metrics: Tree) -> jax.Array | None:
+        """Each position's experts, [B, T, L, J], on all devices; None: they are not kept."""
+        if not self.keeps_experts:
+            return None
+        chosen_LBTJ = jax.sharding.reshard(metrics["chosen"], jax.P())
+        return jnp.moveaxis(chosen_LBTJ, 0, 2).astype(self.experts_dtype)
+
+    @property
+    def experts_dtype(self):
+        return jnp.uint8 if self.layout.config.num_experts <= 256 else jnp.uint16
+
+    def experts_of_position(self) -> tuple[int, int]:
+        """(L, J) of a model with experts; allocates nothing."""
+        layout = self.layout
+
+        def read(variables, tokens_BT, lengths_B):
+            model = layout.model.merge(variables)
+            metrics = zoo_cache.prefill_and_measure(model, tokens_BT, lengths_B, 8)[2]
+            return metrics["chosen"]
+
+        shapes = (layout.batch_shards, layout.seq_shards), (layout.batch_shards,)
+        arguments = [
+            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.replicated) for shape in shapes
+        ]
+        with layout.trace():
+            L, _, _, J = jax.eval_shape(read, layout.variables(), *arguments).shape
+        return L, J
 
     def _is_end(self, token_B: jax.Array) -> jax.Array:
         return jnp.isin(token_B, jnp.array(self.end, jnp.int32))
@@ -266,11 +310,12 @@ class Sampler:
 
         return jax.vmap(of_row)(ids_BI)
 
-    def _choose(self, keys_B, number, logits_BV, is_going_B) -> Answers:
+    def _choose(self, keys_B, number, logits_BV, is_going_B, experts_BTLJ) -> Answers:
         """The next token of each row, -1 for rows that have ended, and what belongs to it; without N.
 
         Args:
           number: of the token in its answer, one for all rows or [B].
+          experts_BTLJ: of the positions that were read, of which the last predicts it.
         """
         logits_BV = jax.sharding.reshard(logits_BV, jax.P()) / self.temperature
         kept_BW = None
@@ -295,51 +340,8 @@ class Sampler:
             jnp.where(is_going_B, log_prob_B, 0),
             jnp.where(is_going_B, entropy_B, 0),
             kept_BW,
+            None if experts_BTLJ is None else experts_BTLJ[:, -1],
         )
-
-
-class Slots(NamedTuple):
-    """What the rows of a cache are at."""
-
-    answer_M: jax.Array  # the answer that a slot has, or had
-    number_M: jax.Array  # the number of its next token
-    token_M: jax.Array  # its last token
-    is_going_M: jax.Array  # False: the slot is free
-
-
-class Queue(NamedTuple):
-    """Answers that wait for a slot, in order: each shard of the batch has its own."""
-
-    rows_DQ: jax.Array  # of the shard's cache of prompts; those that wait come first
-    count_D: jax.Array  # how many wait
-    next_D: jax.Array  # how many of them have begun
-
-    @classmethod
-    def of(cls, is_waiting_B: jax.Array, layout: Layout) -> "Queue":
-        D = layout.batch_shards if layout.mesh.explicit_axes else 1
-        is_waiting_DQ = is_waiting_B.reshape(D, -1)
-        rows_DQ = jnp.argsort(~is_waiting_DQ, axis=1, stable=True)
-        return cls(rows_DQ, is_waiting_DQ.sum(axis=1), jnp.zeros(D, int))
-
-    def waits(self) -> jax.Array:
-        return (self.next_D < self.count_D).any()
-
-    def take(self, is_going_M, answer_M) -> "tuple[Queue, jax.Array, jax.Array, jax.Array]":
-        """Gives free slots to the next answers.
-
-        Returns: (the queue after that, the slots that have another answer, the rows of their shards'
-          prompts, all slots' answers), each [M].
-        """
-        D, Q = self.rows_DQ.shape
-        is_free_DM = ~is_going_M.reshape(D, -1)
-        place_DM = self.next_D[:, None] + jnp.cumsum(is_free_DM, axis=1) - 1
-        is_new_DM = is_free_DM & (place_DM < self.count_D[:, None])
-        rows_DM = jnp.take_along_axis(self.rows_DQ, jnp.clip(place_DM, 0, Q - 1), axis=1)
-        answer_DM = rows_DM + Q * jnp.arange(D)[:, None]
-        is_new_M = is_new_DM.reshape(-1)
-        answer_M = jnp.where(is_new_M, answer_DM.reshape(-1), answer_M)
-        after = self._replace(next_D=self.next_D + is_new_DM.sum(axis=1))
-        return after, is_new_M, rows_DM.reshape(-1), answer_M
 
 
 def sampling_layout(model: type, training: Layout, rules: str = "") -> Layout:

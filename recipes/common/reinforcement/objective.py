@@ -1,6 +1,7 @@
 """The objective of a batch of sampled answers.
 
-Shapes: B rows, T positions, W bytes of a bit for each token of the vocabulary.
+Shapes: B rows, T positions, W bytes of a bit for each token of the vocabulary,
+L layers with experts, J experts per position.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from recipes.common.sharding import Layout, Tree
 from recipes.common.sharding.abstract import unadapted, variables_of
 from recipes.common.train.offload import to_device
 from zoo.core.sharding import constrain
+from zoo.experts.replay import replaying
 from zoo.options.log_probs import log_probs_and_metrics
 
 OUTSIDE = 0.1  # how far a ratio of probabilities is from 1 to be counted
@@ -40,6 +42,7 @@ class Objective:
         advantage: jax.Array,
         segment_ids: jax.Array | None = None,
         kept: jax.Array | None = None,
+        experts: jax.Array | None = None,
         old_log_probs: jax.Array | None = None,
         frozen: Tree | None = None,
     ) -> tuple[jax.Array, jax.Array, Tree]:
@@ -50,12 +53,15 @@ class Objective:
           advantage: of each answer, [B], or in packed rows of each position, [B, T].
           segment_ids: of packed rows, [B, T]: 1, 2, … for the answers of a row, 0 for padding.
           kept: the tokens among which each target was sampled, [B, T, W]; None: among all.
+          experts: that computed each position while it was sampled, [B, T, L, J]; None: those that the
+            model's routers choose.
           old_log_probs: of the targets by the policy that wrote them, [B, T]; None: the current one.
           frozen: the reference's variables; None: the model's own, without its adapter.
         """
-        policy_BT, layer_metrics = log_probs_and_metrics(
-            model, tokens, targets, segment_ids, temperature=self.temperature, kept=kept
-        )
+        with replaying(model, experts):
+            policy_BT, layer_metrics = log_probs_and_metrics(
+                model, tokens, targets, segment_ids, temperature=self.temperature, kept=kept
+            )
         old_BT = jax.lax.stop_gradient(policy_BT)
         if old_log_probs is not None:
             old_BT = constrain(old_log_probs, "batch", "seq")

@@ -30,6 +30,7 @@ from recipes.common.sharding.move import move
 from recipes.common.storage import folders, jsonl
 from recipes.common.train.feed import to_devices
 from recipes.common.train.step import TrainStep
+from zoo.experts.replay import replaying
 from zoo.options.log_probs import log_probs_and_metrics
 
 EVALUATION = 2**32 - 1  # in place of a step's number, for the random numbers of held-out answers
@@ -77,6 +78,9 @@ class Online:
             filler["segment_ids"] = np.zeros(T, np.int32)
         if self.sampler.truncates:
             filler["kept"] = np.zeros((T, self._bytes), np.uint8)
+        if self.sampler.keeps_experts:
+            shape = (T, *self.sampler.experts_of_position())
+            filler["experts"] = np.zeros(shape, self.sampler.experts_dtype)
         if self.flags.updates > 1:
             filler["old_log_probs"] = np.zeros(T, np.float32)
         return Dataset(
@@ -211,12 +215,14 @@ class Online:
     def _old(self, state: Tree, batch: Tree) -> jax.Array:
         """Log-probabilities of a batch's answers by training's forward pass, before any update, [B, T]."""
         variables = {kind: state[kind] for kind in self.layout.model.shapes}
-        names = ("tokens", "targets", "segment_ids", "kept")
+        names = ("tokens", "targets", "segment_ids", "kept", "experts")
         rows = {name: batch[name] for name in names if name in batch}
 
         def log_probs(variables, rows):
             model = self.layout.model.merge(variables)
-            return log_probs_and_metrics(model, **rows, temperature=self.flags.temperature)[0]
+            others = {key: x for key, x in rows.items() if key != "experts"}
+            with replaying(model, rows.get("experts")):
+                return log_probs_and_metrics(model, **others, temperature=self.flags.temperature)[0]
 
         name = f"old of {len(rows['tokens'])} rows"
         if name not in self._programs:

@@ -51,6 +51,10 @@ class Rollout:
     mask_cut: bool = flag(
         False, "Don't learn from answers that the limit has cut off.", "optimizer"
     )
+    replay_routes: bool = flag(
+        False, "Compute each position in training by the experts that computed it while it was sampled.",
+        "optimizer",
+    )  # fmt: skip
     sample_rules: str = flag(
         "", "Sharding rules to write answers with, on the same mesh; empty: those of training, with weights "
         "gathered once.", may_change=True,

@@ -1,6 +1,7 @@
 """Rows of prompts with their answers for training: a row for each answer, or several packed into one.
 
-Shapes: B answers, R rows, T positions of a row, N new tokens, W bytes of a bit for each token of the vocabulary.
+Shapes: B answers, R rows, T positions of a row, N new tokens, W bytes of a bit for each token of the vocabulary,
+L layers with experts, J experts per position.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ class Packing:
         row_of_P = best_fit(sizes_B[picked_P], self.length)
         R = self.rows(int(row_of_P.max(initial=0)) + 1)
         packed = {
-            name: np.full((R, self.length, *x.shape[2:]), -1 if name == "targets" else 0, x.dtype)
+            name: np.full((R, self.length, *x.shape[2:]), padding_of(name, x), x.dtype)
             for name, x in rows.items()
         }
         segments_RT = packed["segment_ids"] = np.zeros((R, self.length), np.int32)
@@ -76,13 +77,18 @@ def answer_rows(
 ) -> tuple[Tree, np.ndarray]:
     """A row of `length` positions for each answer, after its prompt, and the positions that both take."""
     B, T = len(prompts), length
-    rows = {
-        "tokens": np.zeros((B, T), np.int32),
-        "targets": np.full((B, T), -1, np.int32),
-        "sampler_log_probs": np.zeros((B, T), np.float32),
+    of_tokens = {
+        "targets": answers.tokens_BN,
+        "sampler_log_probs": answers.log_probs_BN.astype(np.float32),
+        "kept": answers.kept_BNW,
+        "experts": answers.experts_BNLJ,
     }
-    if answers.kept_BNW is not None:
-        rows["kept"] = np.zeros((B, T, answers.kept_BNW.shape[2]), np.uint8)
+    of_tokens = {name: x for name, x in of_tokens.items() if x is not None}
+    rows = {
+        name: np.full((B, T, *x.shape[2:]), padding_of(name, x), x.dtype)
+        for name, x in of_tokens.items()
+    }
+    rows["tokens"] = np.zeros((B, T), np.int32)
     sizes_B = np.zeros(B, int)
     for b, prompt in enumerate(prompts):
         written = answers.tokens_BN[b][answers.tokens_BN[b] >= 0]
@@ -91,11 +97,19 @@ def answer_rows(
         first = len(prompt) - 1  # the position that predicts the answer's first token
         place = slice(first, first + len(written))
         rows["tokens"][b, : len(both) - 1] = both[:-1]
-        rows["targets"][b, place] = written
-        rows["sampler_log_probs"][b, place] = answers.log_probs_BN[b, : len(written)]
-        if answers.kept_BNW is not None:
-            rows["kept"][b, place] = answers.kept_BNW[b, : len(written)]
+        for name, x in of_tokens.items():
+            rows[name][b, place] = x[b, : len(written)]
+        if answers.experts_BTLJ is not None:
+            read = answers.experts_BTLJ[b]
+            rows["experts"][b, :first] = read[len(read) - len(prompt) : -1]
     return rows, sizes_B
+
+
+def padding_of(name: str, x: np.ndarray) -> int | np.ndarray:
+    """What an array of rows has where there is no token; padding has distinct experts, as all positions."""
+    if name == "experts":
+        return np.arange(x.shape[-1])
+    return -1 if name == "targets" else 0
 
 
 def _multiple(number: int, divisor: int) -> int:
