@@ -175,6 +175,7 @@ def main(
     print0(
         f"Held-out {', '.join(f'{name} {x:.4f}' for name, x in means.items() if name != 'loss')}.",
         *few(float(metrics["reward"][1]), "prompts"),
+        *filter(None, [online.times()]),
     )
     finish(folder, layout, log)
 

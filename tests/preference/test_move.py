@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from recipes.common.generation.rollouts import sampling_layout
 from recipes.common.report.report import bytes_per_device
 from recipes.common.runtime.mesh import make_mesh
 from recipes.common.sharding.abstract import paths
@@ -84,6 +85,20 @@ def test_one_array_is_in_memory_twice_at_most(monkeypatch):
     assert all(x.is_deleted() for x in jax.tree.leaves(state) if x.size > 1000)
     for path, x in paths(moved).items():
         np.testing.assert_array_equal(x, paths(on_host())[path], err_msg=path)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "tp"])
+def test_a_sampler_with_training_s_layout_takes_no_memory_for_weights(strategy):
+    """Rules that gather nothing: while answers are written, the weights are the training state's own."""
+    layout, state = layout_of(strategy), variables_of(strategy)
+    before = bytes_alive()
+    moved = move(state, layout, sampling_layout(Transformer, layout))
+    assert bytes_alive() == before
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True):
+        shards = zip(x.addressable_shards, y.addressable_shards, strict=True)
+        assert all(
+            a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer() for a, b in shards
+        )
 
 
 def test_another_state_or_model_is_refused():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from data.questions import Question, Questions
 from data.tokenizer import BYTES
 from recipes import grpo
-from recipes.common import checkpoint, entries
+from recipes.common import checkpoint, entries, language
 from recipes.common.checkpoint import probe
 from recipes.common.checkpoint.run_folder import open_run
 from recipes.common.generation.rollouts import Answers, Sampler, sampling_layout
@@ -46,11 +47,31 @@ MESHES = {
 }  # fmt: skip
 EXPERTS = {"fsdp_ep": "data=2,expert=4"}
 CASES = [("transformer", *x) for x in MESHES.items()] + [("moe", *x) for x in EXPERTS.items()]
+# The other strategies of both, before a release.
+OTHERS = {
+    "tp_sp": "1x8", "hsdp_tp_sp": "2x2x2", "cp": "data=4,seq=2", "fsdp_cp": "data=2,seq=4",
+    "pp": "data=4,pipe=2", "pp_zero1": "data=4,pipe=2", "fsdp_pp": "data=4,pipe=2",
+    "fsdp_pp_tp": "data=2,pipe=2,model=2",
+}  # fmt: skip
+OTHER_EXPERTS = MESHES | OTHERS | {
+    "ep": "data=2,expert=4", "fsdp_ep_tp": "data=2,expert=2,model=2",
+    "fsdp_ep_pp": "data=2,pipe=2,expert=2", "fsdp_ep_cp": "data=2,seq=2,expert=2",
+    "fsdp_ep_cp_tp": "data=1,seq=2,expert=2,model=2",
+}  # fmt: skip
+COMPLETE = [
+    *CASES, *(("transformer", *x) for x in OTHERS.items()),
+    *(("moe", *x) for x in OTHER_EXPERTS.items()),
+]  # fmt: skip
+# Strategy with stages, which can't sample → rules to sample with.
+WITHOUT_STAGES = {
+    "pp": "dp", "pp_zero1": "dp", "fsdp_pp": "fsdp", "fsdp_pp_tp": "fsdp_tp", "fsdp_ep_pp": "fsdp_ep",
+}  # fmt: skip
 TRUNCATED = [CASES[4], CASES[-2]]  # split vocabularies, and positions in another order
 
 
 def layout_on(entry: str, strategy: str, mesh: str):
     config = dataclasses.replace(entries.sizes(entry)["tiny"](), loss_chunk=8)
+    config = language.for_another_loss(config)
     if entry == "moe":
         config = dataclasses.replace(config, capacity=None)
     return make_layout(
@@ -65,8 +86,9 @@ def step_of(entry: str, strategy: str, mesh: str, top_k: int = 0, top_p: float =
     layout = layout_on(entry, strategy, mesh)
     variables = jax.device_put(random_values(layout.model.shapes), shardings(layout.variables()))
     sampler = Sampler(
-        sampling_layout(entries.model(entry), layout), (7,), 300, LONGEST, 0.8, top_k, top_p
-    )
+        sampling_layout(entries.model(entry), layout, WITHOUT_STAGES.get(strategy, "")),
+        (7,), 300, LONGEST, 0.8, top_k, top_p,
+    )  # fmt: skip
     answers = sampler(move(variables, layout, sampler.layout), PROMPTS, IDS)
     batch = {
         "tokens": np.zeros((ROWS, LENGTH), np.int32),
@@ -103,7 +125,7 @@ def step_of(entry: str, strategy: str, mesh: str, top_k: int = 0, top_p: float =
 
 @pytest.mark.parametrize(
     ("entry", "strategy", "mesh"),
-    full_except(CASES, [], [x for x in CASES if x != ("transformer", "fsdp_tp", "4x2")]),
+    full_except(COMPLETE, [], [x for x in COMPLETE if x != ("transformer", "fsdp_tp", "4x2")]),
 )
 def test_a_step_is_one_device_s(entry, strategy, mesh):
     """Its answers, their log-probabilities, and the gradient: sampled, moved and trained in other layouts."""
@@ -166,6 +188,12 @@ def test_an_answer_does_not_depend_on_its_neighbours():
         assert (every.tokens_BN[b, n + 1 :] == -1).all()
         assert (every.log_probs_BN[b, n + 1 :] == 0).all()
     assert (every.entropies_BN[every.tokens_BN >= 0] > 0).all()
+
+
+def test_the_cases_are_all_strategies():
+    for entry in ("transformer", "moe"):
+        rules = sys.modules[entries.model(entry).__module__].RULES
+        assert {strategy for name, strategy, _ in COMPLETE if name == entry} == {*rules}
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,29 @@ def log_probs_and_metrics(
         kept = constrain(kept, "batch", "seq", None)
         kept = model.config.row_layout(tokens.shape[1]).reorder(kept, None)
     tables = model.tables()
-    x_BTD, metrics = model.run_batch(tables, batch)
+    if segment_ids is None:
+        x_BTD, metrics = model.run_batch(tables, batch)
+    else:
+        inputs = model.inputs_of(batch, positions_BT=_places(model, segment_ids))
+        x_BTD, _ = model.begin(tables, batch.tokens, inputs)
+        x_BTD, metrics = model.config.run_layers(model, x_BTD, inputs, batch)
     x_BTD, bias_RV = model.final_norm(x_BTD), model.bias_copies()
     log_probs_BT = target_log_probs(
         x_BTD, tables[-1], batch.targets, model.config, bias_RV, temperature, kept
     )
     return model.in_order(log_probs_BT), metrics
+
+
+def _places(model, segment_ids_BT):
+    """Each token's place in its document, in the order of positions on the devices.
+
+    Attention depends on distances alone, but in 16 bits a rotated key is rounded by its place. So
+    documents round as in rows of their own, and as in generation.
+    """
+    from .rope_scaling import places_in_documents
+
+    place_BT, _ = places_in_documents(segment_ids_BT)
+    return model.config.row_layout(segment_ids_BT.shape[1]).reorder(place_BT)
 
 
 def target_log_probs(

@@ -59,6 +59,9 @@ class Online:
     packing: Packing | None = None
     train_step: TrainStep | None = None  # with packing, which compiles it for other numbers of rows
     _programs: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, list[float]] = dataclasses.field(  # phase → those of each step
+        default_factory=lambda: {"sample": [], "reward": [], "train": []}
+    )
 
     @property
     def answers(self) -> int:
@@ -117,6 +120,7 @@ class Online:
             self._check_mismatch(k, mismatch)
             batches, measured = self.rollout(state, k)
             every = []
+            start = time.perf_counter()
             for n, batch in enumerate(batches):
                 jax.block_until_ready(every)  # simulated devices: at most two programs in flight
                 # The learning rate follows the updates, the run counts rollouts.
@@ -124,6 +128,10 @@ class Online:
                 every.append(metrics)
             mismatch[:] = [every[0]["mismatch"]]
             means = {name: sum(x[name] for x in every) / updates for name in every[0]}
+            jax.block_until_ready(state)  # the next rollout waits for it anyway
+            measured["train_seconds"] = time.perf_counter() - start
+            for phase, seconds in self.seconds.items():
+                seconds.append(measured[f"{phase}_seconds"])
             return state | {"step": number(k + 1)}, means | measured
 
         self._begin_samples()
@@ -147,6 +155,16 @@ class Online:
             return self._programs[f"{rows} rows"](state, batch)
 
         return with_rows
+
+    def times(self) -> str:
+        """The seconds of a step by phase, without those of a first step that compiles; "" without steps."""
+        means = {name: float(np.mean(x[1:] or x)) for name, x in self.seconds.items() if x}
+        if not means:
+            return ""
+        return (
+            f"A step took {means['sample']:.2f} s to generate, {means['reward']:.2f} s for rewards and "
+            f"{means['train']:.2f} s to train."
+        )
 
     def _check_mismatch(self, k: int, mismatch: list[Any]) -> None:
         """Raises Stopped if the step before shows another model or text than was sampled from."""
