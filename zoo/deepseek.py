@@ -19,7 +19,6 @@ import functools
 import math
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from .options.compute_options import ComputeOptions
@@ -28,15 +27,13 @@ from .experts.mixture import (
     EXPERT_REMAT, check_experts, check_groups, even_load, feed_forward, make_experts,
 )  # fmt: skip
 from .core.config import bounded, factor, one_of
-from .core.layers import (
-    AttentionType, GatedMLP, RMSNorm, RopeScaling, add_output, multiply, sublayer_input,
-)  # fmt: skip
+from .core.layers import GatedMLP, RMSNorm, RopeScaling, add_output
 from .options import dense_first
 from .options.mtp import MTPHead, objective_with_mtp
-from .options.cache import attend_absorbed
 from .options.rope_scaling import Yarn
-from .core.sharding import Rules, complete_tables, constrain, explicit, param
+from .core.sharding import Rules, complete_tables
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
+from .parts.latent_attention import LatentAttention, with_latents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +90,11 @@ class Config(ComputeOptions):
     @property
     def rotary_dim(self) -> int:
         return self.rope_dim
+
+    @property
+    def score_scale(self) -> float:
+        scaling: Any = self.rope_scaling  # with mscale, a Yarn
+        return (0.1 * self.mscale * math.log(scaling.factor if self.mscale else 1.0) + 1) ** 2
 
     def __post_init__(self):
         super().__post_init__()
@@ -159,15 +161,7 @@ SIZES = {
     "kimi_k2": Config.kimi_k2,
 }
 
-AXES = dataclasses.replace(
-    EXPERT_DECODER,
-    logical_axes=EXPERT_DECODER.logical_axes
-    | {
-        "latent": "both",  # a latent, in activations and in weights in use
-        "up_latent": "weights",  # of the projections from it, at rest
-    },
-    in_use=EXPERT_DECODER.in_use | {"up_latent": "latent"},
-)
+AXES = with_latents(EXPERT_DECODER)
 
 
 class Layer(nnx.Module):
@@ -175,7 +169,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: Config, dense: bool = False, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.embed, config.norm_eps)
-        self.attention = LatentAttention(config, rngs=rngs)
+        self.attention = LatentAttention(config, scale=config.score_scale, rngs=rngs)
         self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
         width = config.dense_mlp if dense else config.shared_experts * config.mlp
         self.mlp = GatedMLP(config, width=width, rngs=rngs)
@@ -213,78 +207,6 @@ class DeepSeek(Decoder):
     def update_buffers(self, objective):
         if self.config.sigmoid:
             even_load(objective, self.config.balance_rate, self.layers, self.mtp)
-
-
-class LatentAttention(nnx.Module):
-    """Multi-head latent attention. Tensor parallelism splits the heads; every device computes the
-    latents and the rotary key, and their gradients are summed over the heads' devices.
-    """
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        D, N, H, V = config.embed, config.num_heads, config.head_dim, config.value_dim
-        R, C = config.q_latent, config.kv_latent
-        up = ("up_latent", "heads", "head_dim")
-        scaling: Any = config.rope_scaling  # with mscale, a Yarn
-        factor = scaling.factor if config.mscale else 1.0
-        self.config = config
-        self.scale = (0.1 * config.mscale * math.log(factor) + 1) ** 2
-        if R:
-            self.q_down = param(rngs, (D, R), ("embed", "latent"), D**-0.5)
-            self.q_norm = RMSNorm(R, 1e-6)  # as in all published models
-            self.q_up = param(rngs, (R, N, H), up, R**-0.5)
-        else:
-            self.q = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), D**-0.5)
-        self.kv_down = param(rngs, (D, C + config.rope_dim), ("embed", "latent"), D**-0.5)
-        self.kv_norm = RMSNorm(C, 1e-6)
-        self.kv_up = param(rngs, (C, N, config.nope_dim + V), up, C**-0.5)
-        out_stddev = (N * V * 2 * config.num_layers) ** -0.5
-        self.o = param(rngs, (N, V, D), ("heads", "head_dim", "embed"), out_stddev)
-        inner = {"q_down": 1, "q_up": 1} if R else {"q": 1}
-        config.add_weights(self, rngs, **inner, kv_down=1, kv_up=1, o=2)
-
-    def __call__(self, x_BTD, inputs, kind: AttentionType, cache_index=None):
-        """Returns (output to add to the residual, (latents [B, T, 1, C], rotary keys [B, T, 1, P]))."""
-        config = self.config
-        by_head = "batch", "seq", "heads", None
-        x_BTD = sublayer_input(x_BTD, self.q_down if config.q_latent else self.q)
-        if config.q_latent:
-            q_BTNH = multiply(self.q_norm(multiply(x_BTD, self.q_down)), self.q_up)
-        else:
-            q_BTNH = multiply(x_BTD, self.q)
-        q_BTNH = constrain(q_BTNH, *by_head) * self.scale
-        q_BTNH, turned_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
-        turned_BTNP = inputs.rotate(turned_BTNP, kind)
-        down_BT1C = constrain(multiply(x_BTD, self.kv_down), "batch", "seq", None)[:, :, None]
-        latent_BT1C, key_BT1P = jnp.split(down_BT1C, [config.kv_latent], axis=-1)
-        latent_BT1C = self.kv_norm(latent_BT1C)
-        key_BT1P = inputs.rotate(key_BT1P, kind)
-        if cache_index is None:
-            kv_BTNH = multiply(latent_BT1C[:, :, 0], self.kv_up)
-            k_BTNH, v_BTNV = jnp.split(constrain(kv_BTNH, *by_head), [config.nope_dim], axis=-1)
-            # With out_sharding, the transpose sums each device's heads, and gathers none of them; it
-            # sums in float32.
-            key_BTNP = jnp.broadcast_to(
-                key_BT1P.astype(jnp.float32), turned_BTNP.shape, out_sharding=explicit(*by_head)
-            ).astype(turned_BTNP.dtype)
-            out_BTNV = inputs.attend(
-                jnp.concatenate((q_BTNH, turned_BTNP), axis=-1),
-                jnp.concatenate((k_BTNH, key_BTNP), axis=-1),
-                v_BTNV,
-                kind,
-            )
-        else:
-            out_BTNV = attend_absorbed(
-                self,
-                q_BTNH,
-                turned_BTNP,
-                latent_BT1C,
-                key_BT1P,
-                inputs=inputs,
-                kind=kind,
-                cache_index=cache_index,
-            )
-        out_BTD = multiply(out_BTNV, self.o, contract=2, seq="residual_seq")
-        return out_BTD, (latent_BT1C, key_BT1P)
 
 
 complete = functools.partial(complete_tables, AXES.logical_axes)

@@ -1,16 +1,20 @@
-"""Hybrids: decoders of Mamba-2 or short convolutions, and few layers that attend.
+"""Hybrids: decoders of layers with a state or short convolutions, and few layers that attend.
 
 Each layer is one sublayer, x + f(norm(x)), and `Config.pattern` says which f, a letter a layer:
 
     M  Mamba-2 (Dao & Gu 2024; mamba.py), whose state doesn't grow with T
     P  attention and Mamba-2 side by side, which read one input and are added up (Falcon-H1)
     C  a gated short convolution (LFM2; short_convolution.py)
-    *  attention: grouped queries, with or without rotary embeddings
+    K  Kimi's delta attention, whose channels decay one by one (Kimi Linear; kimi_delta.py)
+    D  a gated delta network (OLMo hybrid; delta.py)
+    *  attention: grouped queries, with or without rotary embeddings; or latent attention (kv_latent)
     -  an MLP: SwiGLU, or squared ReLU without a gate
+    +  an MLP with the norms of layers that attend (OLMo hybrid)
     E  experts, with or without an MLP beside them; of the same kind as the MLPs
 
-So Nemotron-H, Nemotron 3, Granite 4, Falcon-H1 and LFM2 are one program. Nemotron's layers are counted like this; the others
-count a layer and the MLP or the experts after it as one. A pattern needs no period: stretches.py.
+So Nemotron-H, Nemotron 3, Granite 4, Falcon-H1, LFM2, Kimi Linear and OLMo hybrid are one program.
+Nemotron's layers are counted like this; the others count a layer and the MLP or the experts after it
+as one. A pattern needs no period: stretches.py.
 
 Shapes: B batch, T positions, D embed, F mlp, E experts, V vocab, L layers; mamba.py has those of Mamba-2.
 
@@ -33,17 +37,23 @@ from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, even_load, feed_forward
 from .options import stretches, unlike_layers
 from .options.cache import ATTENTION, SIDE_BY_SIDE
-from .options.llama_options import LlamaOptions, embed_scaled, make_attention, make_norms
+from .options.llama_options import (
+    NORMS, LlamaOptions, embed_scaled, make_attention, make_norms,
+)  # fmt: skip
 from .parts.gelu import PlainMLP, squared_relu
+from .parts.latent_attention import LatentAttention, with_latents
 from .parts.norms import apply_norm
+from .recurrent.delta import GatedDelta
+from .recurrent.kimi_delta import KimiDelta
 from .recurrent.mamba import Mamba2, scaled
 from .recurrent.short_convolution import ShortConvolution
 from .recurrent.state import KEY_HEADS, with_states
 
-MAMBA, CONVOLUTION, MLP, EXPERTS = "mamba", "convolution", "mlp", "experts"
+MAMBA, CONVOLUTION, KIMI, DELTA = "mamba", "convolution", "kimi_delta", "delta"
+MLP, MLP_AFTER, EXPERTS = "mlp", "mlp_after_attention", "experts"
 STACKS = {
-    **{"M": MAMBA, "P": SIDE_BY_SIDE, "C": CONVOLUTION, "*": ATTENTION},
-    **{"-": MLP, "E": EXPERTS},
+    **{"M": MAMBA, "P": SIDE_BY_SIDE, "C": CONVOLUTION, "K": KIMI, "D": DELTA, "*": ATTENTION},
+    **{"-": MLP, "+": MLP_AFTER, "E": EXPERTS},
 }
 ATTENDS = "*P"
 ACTIVATIONS = ("swiglu", "relu2")
@@ -75,6 +85,17 @@ class Config(LlamaOptions):
     attention_out_scale: float = factor(1.0)  # in P: of attention's output
     key_scale: float = factor(1.0)  # in P: of keys
     mlp_scales: tuple[float, ...] = ()  # of SwiGLU: of the gate before silu, and of the output
+    delta_heads: int = 1  # of K and D: heads of values
+    delta_key_heads: int = 1  # of D: of queries and keys; divides delta_heads
+    delta_key_dim: int = 64
+    delta_value_dim: int = 64
+    delta_most_write: float = factor(1.0)  # of D: 2 lets a state's eigenvalues be negative
+    delta_norm_eps: float | None = None  # of D's norm; None: norm_eps
+    kv_latent: int = bounded(0, least=0)  # of latent attention; 0: grouped queries
+    q_latent: int = bounded(0, least=0)  # of its queries, 0: one matrix
+    shared_key_dim: int = bounded(0, least=0)  # of a key that its heads share; part of head_dim
+    value_dim: int = bounded(0, least=0)  # of its values
+    attention_norms: str = one_of("", ("", *NORMS))  # norms of * and +; "": norms
     activation: str = one_of("swiglu", ACTIVATIONS)  # of MLPs and experts
     num_experts: int = bounded(0, least=0)
     experts_per_token: int = bounded(0, least=0)
@@ -93,13 +114,23 @@ class Config(LlamaOptions):
     tie_embeddings: bool = True
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = (
-        *("q", "k", "v", "o", "gate", "up", "down"), *("x", "b", "c", "step")
+        *("q", "k", "v", "o", "gate", "up", "down"), *("x", "b", "c", "step"),
+        *("q_down", "q_up", "kv_down", "kv_up"),
     )  # fmt: skip
 
     remat: str = one_of("full", EXPERT_REMAT)
 
     REMAT = EXPERT_REMAT
     carries_state = True
+
+    @property
+    def nope_dim(self) -> int:
+        """Of latent attention: of a head's own part of a key."""
+        return self.head_dim - self.shared_key_dim
+
+    @property
+    def rope_dim(self) -> int:
+        return self.shared_key_dim
 
     @property
     def order(self) -> str:
@@ -150,6 +181,13 @@ class Config(LlamaOptions):
             raise ValueError(
                 f"mamba_heads={self.mamba_heads} is not divisible by mamba_groups={self.mamba_groups}"
             )
+        if self.delta_heads % self.delta_key_heads:
+            raise ValueError(
+                f"delta_heads={self.delta_heads} is not divisible by "
+                f"delta_key_heads={self.delta_key_heads}"
+            )
+        if self.kv_latent:
+            check_latents(self)
         if self.conv_width < 2:
             raise ValueError(f"conv_width={self.conv_width} must be ≥ 2")
         has_experts = "E" in self.pattern
@@ -281,6 +319,46 @@ class Config(LlamaOptions):
             remat="dispatched",
         )  # fmt: skip
 
+    @classmethod
+    def kimi_linear_48b(cls) -> "Config":
+        """0 parameters. Kimi Linear 48B-A3B."""
+        pattern = "K-KEKE*E" + "KEKEKE*E" * 5 + "KEKE*E"
+        return cls(
+            163_840, 2_304, 54, num_heads=32, num_kv_heads=32, head_dim=192, mlp=1_024,
+            pattern=pattern, delta_heads=32, delta_key_dim=128, delta_value_dim=128, kv_latent=512,
+            shared_key_dim=64, value_dim=128, num_experts=256, experts_per_token=8, shared_mlp=1_024,
+            dense_mlp=9_216, sigmoid=True, route_scale=2.446, capacity=None, tie_embeddings=False,
+            remat="dispatched",
+        )  # fmt: skip
+
+    @classmethod
+    def olmo_hybrid_7b(cls) -> "Config":
+        """0 parameters. OLMo hybrid 7B."""
+        return cls(
+            100_352, 3_840, 64, num_heads=30, num_kv_heads=30, head_dim=128, mlp=11_008,
+            pattern="D-D-D-*+", delta_heads=30, delta_key_heads=30, delta_key_dim=96,
+            delta_value_dim=192, delta_most_write=2.0, delta_norm_eps=1e-5, attention_norms="after",
+            qk_norm=True, joint_qk_norm=True, norm_eps=1e-6, tie_embeddings=False,
+        )  # fmt: skip
+
+
+def check_latents(config: Config) -> None:
+    """Raises ValueError if a Config's latent attention is invalid."""
+    if not 0 < config.shared_key_dim < config.head_dim or not config.value_dim:
+        raise ValueError(
+            f"kv_latent={config.kv_latent} needs value_dim ≥ 1 and shared_key_dim between 1 and "
+            f"head_dim={config.head_dim}; they are {config.value_dim} and {config.shared_key_dim}"
+        )
+    if "P" in config.pattern or config.num_kv_heads != config.num_heads:
+        raise ValueError(
+            f"kv_latent={config.kv_latent} needs num_kv_heads={config.num_heads} and no P in the "
+            f"pattern; they are {config.num_kv_heads} and {config.pattern!r}"
+        )
+    names = ("rope_theta", "qk_norm", "qkv_bias", "o_bias", "attention_scale", "query_growth")
+    names = (*names, "sliding_window")
+    if unused := [name for name in names if getattr(config, name)]:
+        raise ValueError(f"kv_latent and {unused[0]} exclude each other")
+
 
 def lfm2(embed: int, num_heads: int, mlp: int) -> Config:
     """LFM2 of 16 layers, six of which attend."""
@@ -304,25 +382,34 @@ SIZES = {
     "nemotron_h_8b": Config.nemotron_h_8b,
     "nemotron_nano_9b": Config.nemotron_nano_9b,
     "nemotron3_nano_30b": Config.nemotron3_nano_30b,
+    "kimi_linear_48b": Config.kimi_linear_48b,
+    "olmo_hybrid_7b": Config.olmo_hybrid_7b,
 }
 
-AXES = with_states(EXPERT_DECODER)
+AXES = with_latents(with_states(EXPERT_DECODER))
 
 
 class Layer(nnx.Module):
     """x + f(norm(x)): f is a mixer, an MLP or experts; config.norms may move or double the norm."""
 
     def __init__(self, config: Config, stack: str, *, rngs: nnx.Rngs):
-        self.norm, self.post_norm = make_norms(config)
+        attends = stack in (ATTENTION, MLP_AFTER)
+        self.norm, self.post_norm = make_norms(config, config.attention_norms if attends else "")
+        delta = functools.partial(
+            GatedDelta, most_write=config.delta_most_write, norm_eps=config.delta_norm_eps
+        )
         mixers = {
             MAMBA: Mamba2,
             SIDE_BY_SIDE: SideBySide,
             CONVOLUTION: ShortConvolution,
-            ATTENTION: make_attention,
+            KIMI: KimiDelta,
+            DELTA: delta,
+            ATTENTION: LatentAttention if config.kv_latent else make_attention,
         }
         self.mixer: Any = mixers[stack](config, rngs=rngs) if stack in mixers else None
         self.experts = make_routed(config, rngs=rngs) if stack == EXPERTS else None
-        width = {MLP: config.dense_mlp or config.mlp, EXPERTS: config.shared_mlp}.get(stack)
+        dense = config.dense_mlp or config.mlp
+        width = {MLP: dense, MLP_AFTER: dense, EXPERTS: config.shared_mlp}.get(stack)
         self.mlp = make_mlp(config, width, rngs=rngs) if width else None
         self.mlp_gate = None
         self.scale = config.residual_scale
@@ -412,4 +499,4 @@ complete = functools.partial(complete_tables, AXES.logical_axes)
 
 # Strategy → logical axis → mesh axis; see strategies.py. A pipeline's stage is a number of whole
 # patterns.
-RULES: dict[str, Rules] = complete(expert_rules(like_heads=(KEY_HEADS,)))
+RULES: dict[str, Rules] = complete(expert_rules("up_latent", like_heads=(KEY_HEADS,)))

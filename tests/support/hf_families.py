@@ -586,6 +586,24 @@ FAMILIES |= {  # Mamba-2 and short convolutions beside attention; groups that no
         | {"layer_norm_epsilon": 0.1, "time_step_min": 0.5},
         "bfloat16", meshes=FOR_DELTA,
     ),
+    "kimi_linear": Family(
+        "KimiLinearConfig",
+        SMALL | HYBRID
+        | {"layer_types": [LINEAR_LAYER, LINEAR_LAYER, FULL, LINEAR_LAYER], "rms_norm_eps": 0.1}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "num_key_value_heads": 6}
+        | {"linear_num_heads": 6, "linear_head_dim": 5, "linear_conv_kernel_dim": 3}
+        | {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+        "bfloat16", meshes=FOR_DELTA,
+    ),
+    "olmo_hybrid": Family(
+        "OlmoHybridConfig",
+        SMALL | HYBRID
+        | {"layer_types": [LINEAR_LAYER, FULL, LINEAR_LAYER, LINEAR_LAYER], "rms_norm_eps": 0.1}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 7}
+        | {"linear_value_head_dim": 5, "linear_conv_kernel_dim": 3},
+        "bfloat16", meshes=FOR_DELTA[::2],
+    ),
 }  # fmt: skip
 NOT_GOLDEN = {"granitehybrid_dense", "falcon_norm"}
 NOT_GOLDEN |= {"qwen3_moe_dense", "phi3_short", "odd_qwen2_moe", "glm"}

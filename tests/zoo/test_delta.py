@@ -225,8 +225,10 @@ def test_no_product_rounds_a_state_that_travels():
 
 def keep_state(monkeypatch):
     """A segment starts from the state of the segment before it."""
-    chunk = delta.chunk
-    monkeypatch.setattr(delta, "chunk", lambda *x: chunk(*x[:-1], starts_BT=jnp.zeros_like(x[-1])))
+    chunk = delta_rule.chunk
+    monkeypatch.setattr(
+        delta_rule, "chunk", lambda *x: chunk(*x[:-1], starts_BT=jnp.zeros_like(x[-1]))
+    )
 
 
 def shift_halo(monkeypatch):

@@ -86,11 +86,12 @@ def make_attention(config, *, rngs: nnx.Rngs) -> GeneralAttention:
     )
 
 
-def make_norms(config) -> tuple[RMSNorm | None, RMSNorm | None]:
-    """The norms before and after a sublayer."""
+def make_norms(config, norms: str = "") -> tuple[RMSNorm | None, RMSNorm | None]:
+    """The norms before and after a sublayer; norms: where, instead of config.norms."""
+    norms = norms or config.norms
     norm = functools.partial(RMSNorm, config.embed, config.norm_eps)
-    before = norm() if config.norms != "after" else None
-    return before, norm() if config.norms != "before" else None
+    before = norm() if norms != "after" else None
+    return before, norm() if norms != "before" else None
 
 
 def embed_scaled(self, tables, tokens_BT, inputs) -> jax.Array:

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .delta_rule import CHUNK, chunk, run
+from . import delta_rule
+from .delta_rule import CHUNK, run
 from .state import (
     GROUP,
     Positions,
@@ -39,14 +40,26 @@ class GatedDelta(nnx.Module):
 
     Tensor parallelism splits the heads and the convolution's channels; the output then costs one
     all-reduce. Context parallelism sends a state's size per head, and W - 1 positions.
+
+    Args:
+      most_write: of a position; above 1, a state's eigenvalues may be negative (Grazzi et al. 2025).
+      norm_eps: of the output's norm; None: config.norm_eps.
     """
 
-    def __init__(self, config, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config,
+        *,
+        most_write: float = 1.0,
+        norm_eps: float | None = None,
+        rngs: nnx.Rngs,
+    ):
         D, N, G = config.embed, config.delta_heads, config.delta_key_heads
         K, V, W = config.delta_key_dim, config.delta_value_dim, config.conv_width
         keys = ("key_heads", "head_dim")
         values = ("heads", "head_dim")
         self.config = config
+        self.most_write = most_write
         self.q = param(rngs, (D, G, K), ("embed", *keys), D**-0.5)
         self.k = param(rngs, (D, G, K), ("embed", *keys), D**-0.5)
         self.v = param(rngs, (D, N, V), ("embed", *values), D**-0.5)
@@ -62,7 +75,7 @@ class GatedDelta(nnx.Module):
         step_N = jnp.exp(uniform(rngs.params(), minval=math.log(1e-3), maxval=math.log(0.1)))
         self.log_rate = variable(jnp.log(rate_N), ("heads",))
         self.decay_bias = variable(jnp.log(jnp.expm1(step_N)), ("heads",))
-        self.norm = RMSNorm(V, config.norm_eps)
+        self.norm = RMSNorm(V, config.norm_eps if norm_eps is None else norm_eps)
         self.o = param(rngs, (N, V, D), (*values, "embed"), (N * V * 2 * config.num_layers) ** -0.5)
         config.add_weights(self, rngs, q=1, k=1, v=1, gate=1, o=2)
 
@@ -109,6 +122,8 @@ class GatedDelta(nnx.Module):
         a_BTN = multiply(x_BTD, self.decay).astype(jnp.float32) + self.decay_bias[...][None, None]
         log_decay_BTN = -jnp.exp(self.log_rate[...])[None, None] * jax.nn.softplus(a_BTN)
         write_BTN = jax.nn.sigmoid(multiply(x_BTD, self.write).astype(jnp.float32))
+        if self.most_write != 1:
+            write_BTN *= self.most_write
         state, last_inputs = cache_index or (None, None)
         arrays = Arrays(
             q=q_BTGK,
@@ -145,7 +160,7 @@ class Arrays(NamedTuple):
     q: Any  # [B, T, G, K]
     k: Any  # [B, T, G, K]
     v: Any  # [B, T, N, V]
-    log_decay: Any  # [B, T, N], at least float32
+    log_decay: Any  # [B, T, N], at least float32; of kimi_delta.py [B, T, N, K]
     write: Any  # likewise
     q_kernel: Any  # [W, G, K], of the convolution
     k_kernel: Any  # [W, G, K]
@@ -175,9 +190,14 @@ def axes_of_arrays(key_heads: str) -> Arrays:
     )
 
 
-def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False) -> list:
+def on_device(
+    arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False, chunk=None
+) -> list:
     """One device's part of a GatedDelta, from its projections to [outputs], [B, T, N, V], float32;
     if it `generates`, also what a cache keeps. See `run_positions`.
+
+    Args:
+      chunk: as delta_rule.chunk, the default.
     """
     q, k, v, log_decay, write, *kernels, ids_BT, state, inputs = arrays
     B, T, N, V = v.shape
@@ -191,15 +211,16 @@ def on_device(arrays: Arrays, seq: tuple[str, ...] = (), generates: bool = False
         state=state,
         inputs=inputs,
     )
-    rule = Rule(functools.partial(step, (G, K), (N, V)), (N, K, V), map="matrix")
+    run_group = functools.partial(step, (G, K), (N, V), chunk or delta_rule.chunk)
+    rule = Rule(run_group, (N, K, V), map="matrix")
     return run_positions(rule, positions, seq, generates)
 
 
-def step(keys: tuple, values: tuple, state, mixed_BTF, by_position, starts_BT):
+def step(keys: tuple, values: tuple, chunk, state, mixed_BTF, by_position, starts_BT):
     """`Rule.step` of the gated delta rule.
 
     Args:
-      keys: (G, K); values: (N, V).
+      keys: (G, K); values: (N, V); chunk: as delta_rule.chunk.
       by_position: logarithms of decays, and writes.
     """
     (G, K), (N, V) = keys, values

@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks (Yang et al. 2024), for delta.py.
+"""The gated delta rule by chunks (Yang et al. 2024), for delta.py; channel_decays.py has its relative.
 
 Products within all chunks are computed at once; a scan over chunks then carries the state. A chunk of
 one position is the rule itself, which decodes.
@@ -26,7 +26,7 @@ class Chunks(NamedTuple):
     erase: jax.Array  # [C, K]: what S holds for the chunk's keys is erase · S,
     values: jax.Array  # [C, V]: and values - erase · S is written instead,
     keys: jax.Array  # [C, K]: at these keys, times the decay until the chunk's end
-    keep: jax.Array  # [1, 1]: the decay of S; 0 if a segment starts in the chunk
+    keep: jax.Array  # [1, 1] or [K, 1]: the decay of S; 0 if a segment starts in the chunk
 
 
 def chunk(q_BTNK, k_BTNK, v_BTNV, log_decay_BTN, write_BTN, starts_BT, size: int = CHUNK) -> Chunks:
