@@ -321,7 +321,7 @@ class Config(LlamaOptions):
 
     @classmethod
     def kimi_linear_48b(cls) -> "Config":
-        """0 parameters. Kimi Linear 48B-A3B."""
+        """49,122,675,072 parameters. 3,484,453,248 of them active. Kimi Linear 48B-A3B."""
         pattern = "K-KEKE*E" + "KEKEKE*E" * 5 + "KEKE*E"
         return cls(
             163_840, 2_304, 54, num_heads=32, num_kv_heads=32, head_dim=192, mlp=1_024,
@@ -333,7 +333,7 @@ class Config(LlamaOptions):
 
     @classmethod
     def olmo_hybrid_7b(cls) -> "Config":
-        """0 parameters. OLMo hybrid 7B."""
+        """7,430,870,688 parameters. OLMo hybrid 7B."""
         return cls(
             100_352, 3_840, 64, num_heads=30, num_kv_heads=30, head_dim=128, mlp=11_008,
             pattern="D-D-D-*+", delta_heads=30, delta_key_heads=30, delta_key_dim=96,

@@ -151,6 +151,11 @@ PHI3 = {
 # What the published config.json of other named sizes says about the architecture.
 PUBLISHED = json.loads((ROOT / "tests" / "golden" / "published_configs.json").read_text())
 
+OLMO_HYBRID = {  # the defaults of transformers' class, OLMo hybrid 7B
+    "architectures": ["OlmoHybridForCausalLM"], "vocab_size": 100_352, "hidden_size": 3_840,
+    "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 30,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_parameters": {"rope_theta": None},
+}  # fmt: skip
 
 NAMED = [
     (KIMI, "deepseek", "kimi_k2"),
@@ -166,6 +171,7 @@ NAMED = [
     (QWEN35, "qwen3_next", "qwen35_9b"),
     (QWEN35_MOE, "qwen3_next", "qwen35_35b_a3b"),
     (MINISTRAL3, "transformer", "ministral3_8b"),
+    (OLMO_HYBRID, "hybrid", "olmo_hybrid_7b"),
     *((keys, *name.split()) for name, keys in PUBLISHED.items()),
 ]
 

@@ -591,7 +591,7 @@ FAMILIES |= {  # Mamba-2 and short convolutions beside attention; groups that no
         SMALL | HYBRID
         | {"layer_types": [LINEAR_LAYER, LINEAR_LAYER, FULL, LINEAR_LAYER], "rms_norm_eps": 0.1}
         | {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "num_key_value_heads": 6}
-        | {"linear_num_heads": 6, "linear_head_dim": 5, "linear_conv_kernel_dim": 3}
+        | {"linear_num_heads": 6, "linear_head_dim": 8, "linear_conv_kernel_dim": 3}
         | {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
         | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
         "bfloat16", meshes=FOR_DELTA,
@@ -599,9 +599,9 @@ FAMILIES |= {  # Mamba-2 and short convolutions beside attention; groups that no
     "olmo_hybrid": Family(
         "OlmoHybridConfig",
         SMALL | HYBRID
-        | {"layer_types": [LINEAR_LAYER, FULL, LINEAR_LAYER, LINEAR_LAYER], "rms_norm_eps": 0.1}
-        | {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 7}
-        | {"linear_value_head_dim": 5, "linear_conv_kernel_dim": 3},
+        | {"layer_types": [LINEAR_LAYER, FULL, LINEAR_LAYER], "num_hidden_layers": 3}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
+        | {"linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "rms_norm_eps": 0.1},
         "bfloat16", meshes=FOR_DELTA[::2],
     ),
 }  # fmt: skip

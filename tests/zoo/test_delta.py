@@ -1,4 +1,7 @@
-"""Gated delta networks match their definition, a loop over positions, however they are computed."""
+"""Delta rules match their definition, a loop over positions, however they are computed.
+
+Rules have a decay for each head, as gated delta networks, or for each channel, as Kimi's.
+"""
 
 import dataclasses
 import functools
@@ -16,17 +19,20 @@ from tests.support.quick import QUICK
 from zoo.core.attention import make_inputs
 from zoo.core.sharding import constrain, in_use
 from zoo.options.compute_options import ComputeOptions
-from zoo.recurrent import chunks, delta, delta_rule, state, state_context
+from zoo.recurrent import (
+    channel_decays, chunks, delta, delta_rule, kimi_delta, state, state_context,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]
 
 B, N, K, V = 2, 3, 5, 4
 compiled = functools.partial(jax.jit, compiler_options=QUICK)
 SIZES = [(24, 8), (24, 7), (24, 24), (24, 64), (24, 1), (1, 64)]  # T, chunk
+RULES = {"heads": delta_rule.chunk, "channels": channel_decays.chunk}
 DECAYS = {"slow": (1e-4, 1e-2), "fast": (5.0, 40.0), "both": (1e-4, 40.0)}
 
 
-def arrays(T: int, dtype, decay: str = "both", seed: int = 0):
+def arrays(T: int, dtype, decay: str = "both", rule: str = "heads", seed: int = 0):
     """(q, k, v, log_decay, write, starts); some keys repeat, which ill-conditions a chunk."""
     random = np.random.default_rng(seed)
     q, k = (random.standard_normal((B, T, N, K)) for _ in range(2))
@@ -34,8 +40,9 @@ def arrays(T: int, dtype, decay: str = "both", seed: int = 0):
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = random.standard_normal((B, T, N, V))
     least, most = np.log(DECAYS[decay])
-    log_decay = -np.exp(random.uniform(least, most, (B, T, N)))
-    write = random.uniform(0, 1, (B, T, N))
+    channels = (K,) if rule == "channels" else ()
+    log_decay = -np.exp(random.uniform(least, most, (B, T, N, *channels)))
+    write = random.uniform(0, 2, (B, T, N))  # above 1, a state has negative eigenvalues
     starts = random.random((B, T)) < 4 / T
     starts[0, [0, T // 2, T - 1]] = True
     starts[1, 0] = False
@@ -48,7 +55,8 @@ def definition(q, k, v, log_decay, write, starts, state):
     def position(state, at):
         q, k, v, log_decay, write, starts = at
         state = jnp.where(starts[:, None, None, None], 0, state)
-        state = state * jnp.exp(log_decay)[..., None, None]
+        decay = jnp.exp(log_decay).reshape(*state.shape[:2], -1, 1)
+        state = state * decay
         new = write[..., None] * (v - jnp.einsum("bnkv,bnk->bnv", state, k))
         state = state + k[..., None] * new[..., None, :]
         return state, jnp.einsum("bnkv,bnk->bnv", state, q)
@@ -58,8 +66,9 @@ def definition(q, k, v, log_decay, write, starts, state):
     return outputs.swapaxes(0, 1), state
 
 
-def by_chunks(size, q, k, v, log_decay, write, starts, state):
-    state, out = delta_rule.run(delta_rule.chunk(q, k, v, log_decay, write, starts, size), state)
+def by_chunks(size, rule, q, k, v, log_decay, write, starts, state):
+    chunks = RULES[rule](q, k, v, log_decay, write, starts, size)
+    state, out = delta_rule.run(chunks, state)
     return out[:, : q.shape[1]], state
 
 
@@ -85,23 +94,26 @@ def values_and_gradients(function, values, starts):
 
 
 @functools.cache
-def defined(T: int, decay: str):
+def defined(T: int, decay: str, rule: str):
     """The definition in float64, and its operands."""
-    *operands, starts = arrays(T, jnp.float64, decay)
+    *operands, starts = arrays(T, jnp.float64, decay, rule)
     state = jnp.asarray(np.random.default_rng(1).standard_normal((B, N, K, V)))
     values = (*operands, state)
     return values, starts, values_and_gradients(definition, values, starts)
 
 
-CASES = [(T, size, decay) for T, size in SIZES for decay in DECAYS]
+CASES = [(T, size, decay, "heads") for T, size in SIZES for decay in DECAYS]
+CASES += [(T, size, "both", "channels") for T, size in SIZES]
+CASES += [(53, 32, decay, "channels") for decay in DECAYS]  # blocks are joined twice
+FAST = [(24, 7, "both", "heads"), (24, 24, "both", "channels")]
 
 
-@pytest.mark.parametrize(("T", "size", "decay"), full_except(CASES, [(24, 7, "both")]))
-def test_chunks_match_the_definition(T, size, decay):
+@pytest.mark.parametrize(("T", "size", "decay", "rule"), full_except(CASES, FAST))
+def test_chunks_match_the_definition(T, size, decay, rule):
     """Chunk sizes that do and don't divide T; segments that begin anywhere; a state to begin with."""
     with jax.enable_x64():
-        values, starts, want = defined(T, decay)
-        function = functools.partial(by_chunks, size)
+        values, starts, want = defined(T, decay, rule)
+        function = functools.partial(by_chunks, size, rule)
         assert worst(values_and_gradients(function, values, starts), want) < 1e-10
         singles = [x.astype(jnp.float32) for x in values]
         assert worst(values_and_gradients(function, singles, starts), want) < 1e-5
@@ -113,12 +125,13 @@ G, W = 1, 4  # heads of keys, width of the convolution
 ROWS = 16  # two positions on each of eight devices, so the convolution reads two devices back
 
 
-def projections(dtype: type = np.float64):
+def projections(dtype: type = np.float64, rule: str = "heads"):
     """The operands of `delta.on_device`: projections, decays, kernels, segment ids."""
     random = np.random.default_rng(3)
     normal = random.standard_normal
     keys = [normal((B, ROWS, G, K)) for _ in range(2)]
-    log_decay = -np.exp(random.uniform(-9, 3, (B, ROWS, N)))
+    channels = (K,) if rule == "channels" else ()
+    log_decay = -np.exp(random.uniform(-9, 3, (B, ROWS, N, *channels)))
     write = random.uniform(0, 1, (B, ROWS, N))
     kernels = [normal((W, G, K)), normal((W, G, K)), normal((W, N, V))]
     operands = [*keys, normal((B, ROWS, N, V)), log_decay, write, *kernels]
@@ -147,14 +160,15 @@ def plain(operands, ids):
     return definition(q * K**-0.5, k, v, log_decay, write, starts, state)[0]
 
 
-def split(devices: int, operands, ids):
+def split(devices: int, rule: str, operands, ids):
     """`delta.on_device` on several devices that share out the positions."""
+    chunk = RULES["channels"] if rule == "channels" else None
     if devices == 1:
-        return delta.on_device(delta.Arrays(*operands, ids=ids))[0]
+        return delta.on_device(delta.Arrays(*operands, ids=ids), chunk=chunk)[0]
     mesh = jax.make_mesh((devices,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.P(None, "seq")
     function = jax.shard_map(
-        lambda *x: delta.on_device(delta.Arrays(*x), ("seq",))[0],
+        lambda *x: delta.on_device(delta.Arrays(*x), ("seq",), chunk=chunk)[0],
         mesh=mesh,
         in_specs=(*[rows] * 5, *[jax.P()] * 3, rows),
         out_specs=rows,
@@ -174,23 +188,26 @@ def outputs_and_gradients(function, operands, ids):
 
 
 @functools.cache
-def wanted():
-    return outputs_and_gradients(plain, *projections())
+def wanted(rule: str):
+    return outputs_and_gradients(plain, *projections(rule=rule))
 
 
-def error(devices: int, dtype: type = np.float64) -> float:
-    operands, ids = projections(dtype)
-    function = functools.partial(split, devices)
-    return worst(outputs_and_gradients(function, operands, ids), wanted())
+def error(devices: int, dtype: type = np.float64, rule: str = "heads") -> float:
+    operands, ids = projections(dtype, rule)
+    function = functools.partial(split, devices, rule)
+    return worst(outputs_and_gradients(function, operands, ids), wanted(rule))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+SHARED = [(devices, "heads") for devices in (1, 2, 4, 8)] + [(1, "channels"), (8, "channels")]
+
+
+@pytest.mark.parametrize(("devices", "rule"), SHARED)
 @pytest.mark.full
-def test_devices_that_share_positions_match_the_definition(devices):
+def test_devices_that_share_positions_match_the_definition(devices, rule):
     """Segments begin anywhere: within a device's part, at its first position, never."""
     with jax.enable_x64():
-        assert error(devices) < 1e-10
-        assert error(devices, np.float32) < 1e-5
+        assert error(devices, rule=rule) < 1e-10
+        assert error(devices, np.float32, rule) < 1e-5
 
 
 GROUPS = [(1, 7), (2, 3)]  # devices, and a group's most positions: three groups on each, one padded
@@ -267,14 +284,45 @@ def round_decay(monkeypatch):
     monkeypatch.setattr(chunks, "decays", lambda x: decays(x.astype(jnp.bfloat16).astype(x.dtype)))
 
 
-MUTATIONS = [keep_state, shift_halo, swap_maps, forget_map, round_decay]
+def meet_late(monkeypatch):
+    """Keys of a block of channels that decay are not decayed until the block's end."""
+    sums = channel_decays.sums_in_blocks
+
+    def wrong(*x, **more):
+        earlier, later = sums(*x, **more)
+        return earlier, jnp.zeros_like(later)
+
+    monkeypatch.setattr(channel_decays, "sums_in_blocks", wrong)
 
 
-@pytest.mark.parametrize("mutate", full_except(MUTATIONS, [swap_maps]))
-def test_a_mistake_shows(mutate, monkeypatch):
-    mutate(monkeypatch)
+def share_decays(monkeypatch):
+    """All channels of a head decay like the first one."""
+    products = channel_decays.decayed_products
+    monkeypatch.setattr(
+        channel_decays,
+        "decayed_products",
+        lambda rows, keys, x: products(rows, keys, jnp.broadcast_to(x[..., :1], x.shape)),
+    )
+
+
+def keep_channels(monkeypatch):
+    """As keep_state, where channels decay."""
+    chunk = channel_decays.chunk
+    starts = {"starts_BT": jnp.zeros((B, ROWS), bool)}
+    monkeypatch.setitem(RULES, "channels", lambda *x: chunk(*x[:-1], **starts))
+
+
+MUTATIONS = [(x, "heads") for x in (keep_state, shift_halo, swap_maps, forget_map, round_decay)]
+MUTATIONS += [(x, "channels") for x in (meet_late, share_decays, keep_channels)]
+
+
+@pytest.mark.parametrize(("mutate", "rule"), full_except(MUTATIONS, [(swap_maps, "heads")]))
+def test_a_mistake_shows(mutate, rule, monkeypatch):
+    devices = 8 if rule == "heads" else 1
     with jax.enable_x64():
-        assert error(8) > 1e-4
+        wanted(rule)
+        mutate(monkeypatch)
+        assert error(devices, rule=rule) > 1e-4
 
 
 # ---- the layer -----------------------------------------------------------------------------------
@@ -282,7 +330,7 @@ def test_a_mistake_shows(mutate, monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Config(ComputeOptions):
-    """What a GatedDelta reads of a model's Config."""
+    """What the layers read of a model's Config."""
 
     embed: int = 16
     num_layers: int = 1
@@ -315,13 +363,19 @@ SPLITS = {  # mesh → rules, each split as a decoder's strategy splits it
     },
 }
 NAMES = ("batch", "embed", "act_embed", "heads", "key_heads", "head_dim", "conv_width", "norm")
+NAMES += ("latent", "up_latent")
+LAYERS = {
+    "delta": delta.GatedDelta,
+    "negative": functools.partial(delta.GatedDelta, most_write=2.0, norm_eps=2e-2),
+    "kimi": kimi_delta.KimiDelta,
+}
 EVERY = dict.fromkeys((*NAMES, "seq", "residual_seq"))
 
 
-def layer_outputs_and_gradients(rules=None, mesh=None):
-    """Of a GatedDelta, with packed rows: (outputs, gradients of the input and of the weights)."""
+def layer_outputs_and_gradients(name: str, rules=None, mesh=None):
+    """Of a layer, with packed rows: (outputs, gradients of the input and of the weights)."""
     config = Config()
-    graph, params = nnx.split(built(delta.GatedDelta, config))
+    graph, params = nnx.split(built(LAYERS[name], config))
     random = np.random.default_rng(0)
     x_BTD = random.standard_normal((8, 16, config.embed)).astype(np.float32)
     ids_BT = np.cumsum(random.random((8, 16)) < 0.2, axis=1, dtype=np.int32)
@@ -354,47 +408,92 @@ def gathered(params):
 
 
 @functools.cache
-def one_device():
-    return layer_outputs_and_gradients()
+def one_device(name: str):
+    return layer_outputs_and_gradients(name)
 
 
-@pytest.mark.parametrize("mesh", full_except(SPLITS, ["data=2,seq=2,model=2"]))
-def test_a_layer_on_a_mesh_equals_one_device(mesh):
-    results = layer_outputs_and_gradients(EVERY | SPLITS[mesh], make_mesh(mesh))
-    assert worst(results, one_device()) < 2e-6
+ON_MESHES = [(name, mesh) for name in ("delta", "kimi") for mesh in SPLITS]
 
 
-def test_a_layer_is_its_definition():
+@pytest.mark.parametrize(
+    ("name", "mesh"), full_except(ON_MESHES, [("delta", "data=2,seq=2,model=2")])
+)
+def test_a_layer_on_a_mesh_equals_one_device(name, mesh):
+    results = layer_outputs_and_gradients(name, EVERY | SPLITS[mesh], make_mesh(mesh))
+    assert worst(results, one_device(name)) < 2e-6
+
+
+def gated_delta_definition(layer, x_BTD, ids_BT):
+    """From a layer's input to its output."""
+    q, k, v, gate, decay, write = (
+        jnp.tensordot(x_BTD, getattr(layer, name)[...], 1)
+        for name in ("q", "k", "v", "gate", "decay", "write")
+    )
+    rate_N = jnp.exp(layer.log_rate[...])
+    log_decay = -rate_N[None, None] * jax.nn.softplus(decay + layer.decay_bias[...][None, None])
+    kernels = layer.q_kernel[...], layer.k_kernel[...], layer.v_kernel[...]
+    write = layer.most_write * jax.nn.sigmoid(write)
+    out = plain((q, k, v, log_decay, write, *kernels), ids_BT)
+    return jnp.tensordot(layer.norm(out) * jax.nn.silu(gate), layer.o[...], 2)
+
+
+def kimi_definition(layer, x_BTD, ids_BT):
+    q, k, v, write = (
+        jnp.tensordot(x_BTD, getattr(layer, name)[...], 1) for name in ("q", "k", "v", "write")
+    )
+    gate, decay = (
+        jnp.tensordot(x_BTD @ down[...], up[...], 1)
+        for down, up in ((layer.gate_down, layer.gate_up), (layer.decay_down, layer.decay_up))
+    )
+    rate_N1 = jnp.exp(layer.log_rate[...])[:, None]
+    log_decay = -rate_N1[None, None] * jax.nn.softplus(decay + layer.decay_bias[...][None, None])
+    kernels = layer.q_kernel[...], layer.k_kernel[...], layer.v_kernel[...]
+    out = plain((q, k, v, log_decay, jax.nn.sigmoid(write), *kernels), ids_BT)
+    return jnp.tensordot(layer.norm(out) * jax.nn.sigmoid(gate), layer.o[...], 2)
+
+
+def outputs_of(layer, x_BTD, ids_BT):
+    positions = make_inputs(layer.config, jnp.zeros(x_BTD.shape[:2], jnp.int32), ids_BT)
+    return layer(x_BTD, positions, layer.config.kinds[0])[0]
+
+
+@pytest.mark.parametrize("name", full_except(LAYERS, ["negative", "kimi"]))
+def test_a_layer_is_its_definition(name):
     """From its input to its output: projections, decays and the gated norm too."""
     heads = {"delta_heads": N, "delta_key_heads": G, "delta_key_dim": K, "delta_value_dim": V}
-    config = Config(conv_width=W, **heads)
-    layer = built(delta.GatedDelta, config)
-    x_BTD = np.random.default_rng(0).standard_normal((B, ROWS, config.embed)).astype(np.float32)
+    layer = built(LAYERS[name], Config(conv_width=W, **heads))
+    x_BTD = np.random.default_rng(0).standard_normal((B, ROWS, 16)).astype(np.float32)
     _, ids_BT = projections(np.float32)
-
-    def definition_of_layer(x_BTD):
-        q, k, v, gate, decay, write = (
-            jnp.tensordot(x_BTD, getattr(layer, name)[...], 1)
-            for name in ("q", "k", "v", "gate", "decay", "write")
-        )
-        rate_N = jnp.exp(layer.log_rate[...])
-        log_decay = -rate_N[None, None] * jax.nn.softplus(decay + layer.decay_bias[...][None, None])
-        kernels = layer.q_kernel[...], layer.k_kernel[...], layer.v_kernel[...]
-        out = plain((q, k, v, log_decay, jax.nn.sigmoid(write), *kernels), ids_BT)
-        return jnp.tensordot(layer.norm(out) * jax.nn.silu(gate), layer.o[...], 2)
-
-    def outputs(x_BTD, ids_BT):
-        positions = make_inputs(config, jnp.zeros((B, ROWS), jnp.int32), ids_BT)
-        return layer(x_BTD, positions, config.kinds[0])[0]
-
-    out_BTD = compiled(outputs)(x_BTD, ids_BT)
-    assert worst(out_BTD, compiled(definition_of_layer)(x_BTD)) < 1e-5
+    definition_of_layer = kimi_definition if name == "kimi" else gated_delta_definition
+    want = compiled(functools.partial(definition_of_layer, layer))(x_BTD, ids_BT)
+    got = compiled(functools.partial(outputs_of, layer))(x_BTD, ids_BT)
+    assert worst(got, want) < 1e-5
 
 
-def test_a_packed_document_is_computed_as_alone():
+@pytest.mark.full
+def test_in_bfloat16_channels_that_decay_are_as_exact_as_the_products():
+    """Gradients of the input; the state, decays and their sums stay in float32."""
+    layer = built(kimi_delta.KimiDelta, Config())
+    x_BTD = np.random.default_rng(0).standard_normal((8, 16, 16)).astype(np.float32)
+    ids_BT = np.cumsum(np.random.default_rng(0).random((8, 16)) < 0.2, axis=1, dtype=np.int32)
+
+    def total(x_BTD, dtype):
+        out_BTD = outputs_of(layer, x_BTD.astype(dtype), jnp.asarray(ids_BT))
+        weights = jnp.cos(jnp.arange(out_BTD.size)).reshape(out_BTD.shape)
+        return (out_BTD.astype(jnp.float32) * weights).sum()
+
+    rounded, exact = (
+        compiled(jax.grad(functools.partial(total, dtype=dtype)))(x_BTD)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    assert np.linalg.norm(rounded - exact) < 0.02 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("name", full_except(("delta", "kimi"), ["delta"]))
+def test_a_packed_document_is_computed_as_alone(name):
     """Resets state and convolution: a layer's outputs for the second document don't see the first."""
     config = Config()
-    layer = built(delta.GatedDelta, config)
+    layer = built(LAYERS[name], config)
     x_BTD = np.random.default_rng(0).standard_normal((1, 12, config.embed)).astype(np.float32)
     tokens_BT = jnp.zeros((1, 12), jnp.int32)
     ids_BT = jnp.asarray([[1] * 5 + [2] * 7])

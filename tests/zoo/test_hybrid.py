@@ -26,6 +26,13 @@ pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("
 DENSE = dataclasses.replace(
     Config.tiny(), pattern="M-C*", num_experts=0, experts_per_token=0, shared_mlp=0
 )
+DELTAS = {
+    "delta_heads": 16, "delta_key_heads": 8, "delta_key_dim": 6, "delta_value_dim": 4,
+}  # fmt: skip
+LATENT = {
+    "kv_latent": 24, "head_dim": 10, "shared_key_dim": 4, "value_dim": 6, "num_kv_heads": 16,
+    "rope_theta": None,
+}  # fmt: skip
 # Sublayers of Nemotron-H 8B, and of LFM2.
 NEMOTRON = Config.nemotron_h_8b().order
 LFM2 = Config.lfm2_1b().order
@@ -119,7 +126,7 @@ def test_equal_orders_have_equal_configs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "MX*"}, "has 'X', which is not one of M P C"),
+        ({"pattern": "MX*"}, "has 'X', which is not one of M P C K D"),
         ({"pattern": "M-"}, "has no layer that attends"),
         ({"mamba_scales": (1.0, 2.0)}, "mamba_scales has 2 factors, not 5 or none"),
         ({"mlp_scales": (1.0, 2.0), "activation": "relu2"}, "need activation='swiglu'"),
@@ -128,11 +135,65 @@ def test_equal_orders_have_equal_configs():
         ({"pattern": "M*E-"}, "num_experts=0 and pattern='M*E-' with E exclude each other"),
         ({"num_experts": 8}, "num_experts=8 and pattern='M-C*' without E"),
         ({"conv_width": 1}, "conv_width=1 must be ≥ 2"),
+        ({"delta_heads": 3, "delta_key_heads": 2}, "delta_heads=3 is not divisible by"),
+        ({"kv_latent": 8}, "kv_latent=8 needs value_dim ≥ 1 and shared_key_dim between 1 and"),
+        (LATENT | {"num_kv_heads": 8}, "kv_latent=24 needs num_kv_heads=16 and no P"),
+        (LATENT | {"rope_theta": 1e4}, "kv_latent and rope_theta exclude each other"),
     ],
 )
 def test_an_invalid_config_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(DENSE, **changes)
+
+
+# ---- delta rules and latent attention ------------------------------------------------------------
+
+# Kimi Linear's layers and OLMo hybrid's.
+KIMI = dataclasses.replace(
+    Config.tiny(), pattern="K-KE*E", num_layers=6, dense_mlp=48, sigmoid=True, capacity=None,
+    balance_rate=0.0, conv_width=3, **DELTAS, **LATENT,
+)  # fmt: skip
+OLMO = dataclasses.replace(
+    DENSE, pattern="D-*+", delta_most_write=2.0, attention_norms="after", qk_norm=True,
+    joint_qk_norm=True, delta_norm_eps=0.05, **DELTAS,
+)  # fmt: skip
+
+
+def test_latent_attention_without_positions_is_its_definition():
+    """Keys are a head's own part of a projected latent beside one that all heads share."""
+    config = dataclasses.replace(KIMI, q_latent=12)
+    model = random_decoder(Hybrid, config)
+    layer = jax.tree.map(lambda x: x[0], model.layers[STACKS["*"]])
+    x_BTD = RANDOM.standard_normal((B, T, config.embed), np.float32)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def attended(mixer, x_BTD):
+        inputs = make_inputs(config, jnp.asarray(TOKENS_BT), jnp.asarray(IDS_BT))
+        return mixer(x_BTD, inputs, config.attention_kinds[0])[0]
+
+    got_BTD = attended(layer.mixer, x_BTD)
+    names = ("q_down", "q_up", "kv_down", "kv_up", "o")
+    q_down, q_up, kv_down, kv_up, o = (
+        np.asarray(getattr(layer.mixer, name)[...], np.float64) for name in names
+    )
+
+    def normed(x, norm):
+        scale = np.asarray(norm.scale[...], np.float64)
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+    x_BTD = x_BTD.astype(np.float64)
+    q_BTNH = np.tensordot(normed(x_BTD @ q_down, layer.mixer.q_norm), q_up, 1)
+    latent, shared = np.split(x_BTD @ kv_down, [config.kv_latent], axis=-1)
+    kv_BTNH = np.tensordot(normed(latent, layer.mixer.kv_norm), kv_up, 1)
+    k_BTNH, v_BTNV = np.split(kv_BTNH, [config.nope_dim], axis=-1)
+    shared = np.broadcast_to(shared[:, :, None], (*k_BTNH.shape[:3], shared.shape[-1]))
+    k_BTNH = np.concatenate((k_BTNH, shared), axis=-1)
+    scores = np.einsum("btnh,bsnh->bnts", q_BTNH, k_BTNH) / np.sqrt(config.head_dim)
+    seen = (IDS_BT[:, :, None] == IDS_BT[:, None]) & np.tri(T, dtype=bool)
+    scores = np.exp(np.where(seen[:, None], scores - scores.max(-1, keepdims=True), -np.inf))
+    weights = scores / scores.sum(axis=-1, keepdims=True)
+    want_BTD = np.einsum("bnts,bsnv,nvd->btd", weights, v_BTNV, o)
+    np.testing.assert_allclose(got_BTD, want_BTD, atol=2e-6 * np.abs(want_BTD).max())
 
 
 # ---- attention and Mamba-2 side by side ----------------------------------------------------------
@@ -186,6 +247,12 @@ MESHES = [
     (PLAIN_EXPERTS, "data=2,expert=4", "fsdp_ep", {"capacity": None}),
     (PLAIN_EXPERTS, "data=2,expert=2,model=2", "fsdp_ep_tp", {"balance_rate": 0.0}),
     (dataclasses.replace(BESIDE, num_layers=8), "data=4,pipe=2", "fsdp_pp", {}),
+    (KIMI, "data=2,seq=2,model=2", "fsdp_cp_tp", {}),
+    (KIMI, "data=2,expert=4", "fsdp_ep", {"q_latent": 12}),
+    (KIMI, "data=2,model=4", "fsdp_tp_sp", {"delta_heads": 6, "delta_key_heads": 2}),
+    (dataclasses.replace(KIMI, num_layers=12), "data=2,pipe=2,expert=2", "fsdp_ep_pp", {}),
+    (OLMO, "data=2,seq=4", "cp", {}),
+    (OLMO, "data=2,model=4", "tp_sp", {"delta_key_heads": 2}),
 ]
 
 
@@ -291,7 +358,10 @@ def test_decoding_is_the_forward_pass(mesh):
     check_decoding(Hybrid, config, mesh, TOKENS_BT, random_variables)
 
 
-@pytest.mark.parametrize("config", [BESIDE, PLAIN_EXPERTS], ids=["beside", "experts"])
+OTHERS = {"beside": BESIDE, "experts": PLAIN_EXPERTS, "kimi": KIMI, "olmo": OLMO}
+
+
+@pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
 def test_decoding_beside_attention_is_the_forward_pass(config):
     config = dataclasses.replace(config, capacity=None)
     check_decoding(Hybrid, config, "1x1", TOKENS_BT, random_variables)

@@ -37,7 +37,8 @@ OPTIONS = {
     "lora_targets": ("q",), "attention_every": 3, "conv_width": 4, "token_types": 0, "modern": True,
     "pattern": "ECM*", "conv_bias": False, "least_step": 0.3, "activation": "relu2", "mamba_norm": False,
     "mamba_scales": (2.0, 3.0, 0.5, 0.7, 1.5), "mamba_out_scale": 3.0, "attention_out_scale": 3.0,
-    "key_scale": 3.0, "mlp_scales": (2.0, 3.0),
+    "key_scale": 3.0, "mlp_scales": (2.0, 3.0), "delta_most_write": 2.0, "delta_norm_eps": 0.3,
+    "attention_norms": "after",
 }  # fmt: skip
 NEEDS = {
     "joint_qk_norm": {"qk_norm": True},
@@ -56,6 +57,8 @@ NEEDS = {
     "mamba_out_scale": {"pattern": "PE"},
     "attention_out_scale": {"pattern": "PE"},
     "key_scale": {"pattern": "PE"},
+    "delta_most_write": {"pattern": "D*E"},
+    "delta_norm_eps": {"pattern": "D*E"},
 }
 # Of Bert: the vectors of texts and their classes, which the loss of masked tokens lacks;
 # tests/hf/test_encoders.py has their values.
@@ -66,7 +69,7 @@ SIZES = {
     "experts_per_token", "max_positions", "nope_dim", "rope_dim", "value_dim", "kv_latent", "q_latent",
     "shared_experts", "dense_mlp", "global_kv_heads", "global_head_dim", "layer_embed", "expert_mlp",
     "delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim", "mamba_heads", "mamba_groups",
-    "mamba_head_dim", "mamba_state_dim",
+    "mamba_head_dim", "mamba_state_dim", "shared_key_dim",
 }  # fmt: skip
 
 

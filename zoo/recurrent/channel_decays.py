@@ -71,14 +71,18 @@ def decayed_products(rows_RCK, keys_CK, log_decay_CK) -> Decayed:
     padded = 1 << (C - 1).bit_length()  # a power of two
     c = min(BLOCK, padded)
 
-    def in_blocks(x):  # [..., C, K] → [..., m, c, K]
+    batch = keys_CK.shape[:-2]
+
+    # The batch dims are one, as XLA's CPU backend (JAX 0.10) crashes in sums of arrays of 7 dims.
+    def in_blocks(x):  # [..., C, K] → [batch, m, c, K]
         x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, padded - C), (0, 0)])
-        return x.reshape(*x.shape[:-2], -1, c, K)
+        return x.reshape(-1, padded // c, c, K)
 
-    def in_positions(x):  # [..., m, c, K] → [..., C, K]
-        return x.reshape(*x.shape[:-3], -1, K)[..., :C, :]
+    def in_positions(x):  # back
+        return x.reshape(*batch, padded, K)[..., :C, :]
 
-    rows, keys, log_decay = map(in_blocks, (rows_RCK, keys_CK, log_decay_CK))
+    keys, log_decay = in_blocks(keys_CK), in_blocks(log_decay_CK)
+    rows = in_blocks(rows_RCK).reshape(-1, *keys.shape)
     products = products_in_blocks(rows, keys, log_decay)
     start, end = (x[0] for x in sums_in_blocks(log_decay, [c]))
     totals_mK = start[..., -1, :]
@@ -92,7 +96,7 @@ def decayed_products(rows_RCK, keys_CK, log_decay_CK) -> Decayed:
         products_1, products_2 = products[..., 0::2, :, :], products[..., 1::2, :, :]
         products = jnp.block([[products_1, jnp.zeros_like(between)], [between, products_2]])
     return Decayed(
-        products=products[..., 0, :C, :C],
+        products=products.reshape(-1, *batch, padded, padded)[..., :C, :C],
         since_start=in_positions(since_start[-1]),
         until_end=in_positions(until_end[-1]),
     )
@@ -105,20 +109,20 @@ def products_in_blocks(rows_RmcK, keys_mcK, log_decay_mcK) -> jax.Array:
     meet: matmuls of one, two and four positions would take longer.
     """
     c = keys_mcK.shape[-2]
-    place = jnp.arange(c)
-    itself = (rows_RmcK * keys_mcK[None]).sum(axis=-1)[..., None]
-    products = itself * matrices(jnp.eye(c)[None], itself[None])[0]
+    place = np.arange(c)
+    products = (rows_RmcK * keys_mcK[None]).sum(axis=-1)[..., None]
+    products = products * constant(np.eye(c), products)
     if c == 1:
         return products
-    start, end = sums_in_blocks(log_decay_mcK, doubling(c))
-    sizes = jnp.asarray(doubling(c))[:, None]
-    is_second = matrices((place // sizes % 2)[..., None], start)
-    rows = rows_RmcK[:, None] * (jnp.exp(start) * is_second)[None]
-    keys = keys_mcK[None] * jnp.exp(end) * (1 - is_second)
-    between = jnp.einsum("rs...ik,s...jk->rs...ij", rows, keys)
-    pair = place // (2 * sizes)
-    is_pair = matrices(pair[:, :, None] == pair[:, None], between[0])
-    return products + (between * is_pair[None]).sum(axis=1)
+    starts, ends = sums_in_blocks(log_decay_mcK, doubling(c))
+    for start, end, size in zip(starts, ends, doubling(c), strict=True):
+        is_second = (place // size % 2)[:, None]
+        rows = rows_RmcK * (jnp.exp(start) * constant(is_second, start))[None]
+        keys = keys_mcK * jnp.exp(end) * constant(1 - is_second, end)
+        between = jnp.einsum("r...ik,...jk->r...ij", rows, keys)
+        pair = place // (2 * size)
+        products += between * constant(pair[:, None] == pair[None], between)
+    return products
 
 
 def doubling(end: int) -> list[int]:
@@ -150,8 +154,6 @@ def in_pairs(x_mcK, size: int) -> jax.Array:
     return x_mcK.reshape(*batch, m // (2 * size), 2, size * c, K)
 
 
-def matrices(of_sizes, like) -> jax.Array:
-    """[S, i, j] → [S, ..., i, j], with the dims and the dtype of `like`."""
-    return of_sizes.astype(like.dtype).reshape(
-        len(of_sizes), *[1] * (like.ndim - 3), *of_sizes.shape[1:]
-    )
+def constant(matrix: np.ndarray, like: jax.Array) -> np.ndarray:
+    """A matrix with the number of dims and the dtype of `like`."""
+    return matrix.astype(like.dtype).reshape(*[1] * (like.ndim - 2), *matrix.shape)

@@ -149,6 +149,13 @@ def kimi_fields(file: ConfigFile) -> dict[str, Any]:
     }
 
 
+def kimi_names(keys: dict[str, Any]) -> dict[str, Any]:
+    """Keys by the names of published folders."""
+    names = {name: other for other, name in KIMI_NAMES.items()}
+    del keys["qk_head_dim"]
+    return {names.get(key, key): value for key, value in keys.items()}
+
+
 def kimi_json(config: Config) -> dict[str, Any]:
     mixers = config.order[::2]
     numbers = {letter: [n + 1 for n, x in enumerate(mixers) if x == letter] for letter in "K*"}
@@ -351,6 +358,7 @@ KIMI = row(
     keys_from=kimi_keys,
     fields_from=kimi_fields,
     fields_to=kimi_json,
+    keys_to=kimi_names,
     own_code=True,
     refused={
         "mla_use_nope": (True,), "moe_router_activation_func": ("sigmoid",), "moe_layer_freq": (1,),
@@ -389,4 +397,7 @@ def published(name: str) -> str:
     return re.sub(r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.", name)
 
 
-FAMILIES = (dataclasses.replace(KIMI.family, canonical=published), OLMO.family)
+FAMILIES = (
+    dataclasses.replace(KIMI.family, canonical=published, context="model_max_length"),
+    OLMO.family,
+)
