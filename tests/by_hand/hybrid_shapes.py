@@ -94,12 +94,43 @@ def nemotron(draw: Draw) -> dict:
     }  # fmt: skip
 
 
+def kimi(draw: Draw) -> dict:
+    types = draw.types(LINEAR_LAYER, FULL)
+    feeds = ["sparse", *(draw.of("dense", "sparse") for _ in types[1:])]
+    heads = draw.of(2, 3, 5)
+    return {
+        "layer_types": types, "num_hidden_layers": len(types), "mlp_layer_types": feeds,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "norm_topk_prob": draw.of(True, False),
+        "linear_num_heads": draw.of(1, 3, 5), "linear_head_dim": draw.of(3, 8, 10),
+        "linear_conv_kernel_dim": draw.of(2, 3, 4), "kv_lora_rank": draw.of(6, 12, 17),
+        "q_lora_rank": draw.of(None, 7), "qk_nope_head_dim": draw.of(2, 6, 8),
+        "qk_rope_head_dim": draw.of(2, 4), "v_head_dim": draw.of(3, 5, 8),
+        "num_local_experts": draw.of(3, 5, 8), "num_experts_per_tok": draw.of(1, 2, 3),
+        "n_shared_experts": draw.of(1, 2), "routed_scaling_factor": draw.of(1.0, 2.446),
+    }  # fmt: skip
+
+
+def olmo(draw: Draw) -> dict:
+    types = draw.types(LINEAR_LAYER, FULL)
+    groups, key_dim = draw.of(1, 2, 3), draw.of(2, 4, 6)
+    value_dim = draw.of(2, 3, 8)
+    return {
+        "layer_types": types, "num_hidden_layers": len(types), "linear_num_key_heads": groups,
+        "linear_num_value_heads": groups * draw.of(1, 2), "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": 3 * value_dim, "linear_conv_kernel_dim": draw.of(2, 3, 4),
+        "linear_allow_neg_eigval": draw.of(True, False), "num_key_value_heads": draw.of(1, 2, 3, 6),
+        "rope_parameters": draw.of(None, {"rope_theta": 30.0, "rope_type": "default"}),
+    }  # fmt: skip
+
+
 SHAPES = {
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "granitemoehybrid": granite,
     "falcon_h1": falcon,
     "nemotron3": nemotron,
+    "kimi_linear": kimi,
+    "olmo_hybrid": olmo,
 }
 
 

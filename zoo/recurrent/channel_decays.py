@@ -23,7 +23,9 @@ from .chunks import split_chunks
 from .delta_rule import CHUNK, Chunks, inverse
 
 
-def chunk(q_BTNK, k_BTNK, v_BTNV, log_decay_BTNK, write_BTN, starts_BT, size: int = CHUNK) -> Chunks:
+def chunk(
+    q_BTNK, k_BTNK, v_BTNV, log_decay_BTNK, write_BTN, starts_BT, size: int = CHUNK
+) -> Chunks:
     """Computes what doesn't depend on the state, for all chunks at once; see `delta_rule.chunk`."""
     split = functools.partial(split_chunks, size=size)
     q, k, v, log_decay, write = map(split, (q_BTNK, k_BTNK, v_BTNV, log_decay_BTNK, write_BTN))
@@ -31,7 +33,9 @@ def chunk(q_BTNK, k_BTNK, v_BTNV, log_decay_BTNK, write_BTN, starts_BT, size: in
     segment = jnp.cumsum(split(starts_BT.astype(jnp.int32)), axis=-1)[:, :, None]  # of the chunk
     is_same = segment[..., :, None] == segment[..., None, :]
     pairs = decayed_products(jnp.stack((q, k)), k, log_decay)
-    within, overlaps = jnp.where(is_same & jnp.tri(C, dtype=bool)[None, None, None], pairs.products, 0)
+    within, overlaps = jnp.where(
+        is_same & jnp.tri(C, dtype=bool)[None, None, None], pairs.products, 0
+    )
     is_first = (segment == 0)[..., None]
     is_last = (segment == segment[..., -1:])[..., None]
     since_start = jnp.where(is_first, jnp.exp(pairs.since_start), 0)
@@ -143,7 +147,10 @@ def sums_in_blocks(x_PK, sizes: list[int], with_own: bool = True) -> tuple[jax.A
     masks = np.stack((blocks & is_earlier, blocks & (column > row)))
     return tuple(
         jnp.einsum(
-            "tsij,...jk->ts...ik", masks.astype(x_PK.dtype), x_PK, precision=jax.lax.Precision.HIGHEST
+            "tsij,...jk->ts...ik",
+            masks.astype(x_PK.dtype),
+            x_PK,
+            precision=jax.lax.Precision.HIGHEST,
         )
     )
 

@@ -12,7 +12,16 @@ import numpy as np
 
 from recipes.common.hf.family import GLOBAL, ConfigFile, Selection, Table
 from recipes.common.hf.hybrid import (
-    ATTENDS, ENTRY, OUTSIDE, SIZES, attends, letters, of_layers, pattern_fields, row, types_of,
+    ATTENDS,
+    ENTRY,
+    OUTSIDE,
+    SIZES,
+    attends,
+    letters,
+    of_layers,
+    pattern_fields,
+    row,
+    types_of,
 )  # fmt: skip
 from recipes.common.hf.layer_kinds import Layers
 from recipes.common.hf.llama import ATTENTION_BIAS
