@@ -151,7 +151,7 @@ def test_an_invalid_config_is_refused(changes, message):
 # Kimi Linear's layers and OLMo hybrid's.
 KIMI = dataclasses.replace(
     Config.tiny(), pattern="K-KE*E", num_layers=6, dense_mlp=48, sigmoid=True, capacity=None,
-    balance_rate=0.0, conv_width=3, **DELTAS, **LATENT,
+    balance_rate=0.0, conv_width=3, **DELTAS | {"delta_key_dim": 8, "delta_value_dim": 8}, **LATENT,
 )  # fmt: skip
 OLMO = dataclasses.replace(
     DENSE, pattern="D-*+", delta_most_write=2.0, attention_norms="after", qk_norm=True,
@@ -248,8 +248,8 @@ MESHES = [
     (PLAIN_EXPERTS, "data=2,expert=2,model=2", "fsdp_ep_tp", {"balance_rate": 0.0}),
     (dataclasses.replace(BESIDE, num_layers=8), "data=4,pipe=2", "fsdp_pp", {}),
     (KIMI, "data=2,seq=2,model=2", "fsdp_cp_tp", {}),
-    (KIMI, "data=2,expert=4", "fsdp_ep", {"q_latent": 12}),
-    (KIMI, "data=2,model=4", "fsdp_tp_sp", {"delta_heads": 6, "delta_key_heads": 2}),
+    (KIMI, "data=2,expert=4", "fsdp_ep", {"q_latent": 16}),
+    (KIMI, "data=2,model=4", "fsdp_tp_sp", {"delta_heads": 8}),
     (dataclasses.replace(KIMI, num_layers=12), "data=2,pipe=2,expert=2", "fsdp_ep_pp", {}),
     (OLMO, "data=2,seq=4", "cp", {}),
     (OLMO, "data=2,model=4", "tp_sp", {"delta_key_heads": 2}),
