@@ -119,7 +119,7 @@ def olmo(draw: Draw) -> dict:
         "linear_num_value_heads": groups * draw.of(1, 2), "linear_key_head_dim": key_dim,
         "linear_value_head_dim": 3 * value_dim, "linear_conv_kernel_dim": draw.of(2, 3, 4),
         "linear_allow_neg_eigval": draw.of(True, False), "num_key_value_heads": draw.of(1, 2, 3, 6),
-        "rope_parameters": draw.of(None, {"rope_theta": 30.0, "rope_type": "default"}),
+        "rope_parameters": {"rope_theta": draw.of(None, 30.0), "rope_type": "default"},
     }  # fmt: skip
 
 

@@ -230,6 +230,12 @@ MATTER = {  # architecture → changes of its golden config.json, so that more k
         "block_multiple_of": 2,
     },
     "GraniteMoeHybridForCausalLM": {"position_embedding_type": "rope"},
+    "KimiLinearForCausalLM": {  # by the names of transformers, not of published folders
+        **dict.fromkeys(("moe_renormalize", "num_experts", "num_expert_group")),
+        **dict.fromkeys(("num_experts_per_token", "num_shared_experts", "model_max_length")),
+        **{"num_local_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1},
+        **{"norm_topk_prob": True, "n_group": 1, "max_position_embeddings": 64},
+    },
     "FalconH1ForCausalLM": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "DeepseekV2ForCausalLM": {"norm_topk_prob": False, "topk_method": "group_limited_greedy"},
 }
@@ -255,6 +261,11 @@ EXCEPTIONS = {
     "GraniteMoeHybridForCausalLM": {"mamba_chunk_size"},
     "FalconH1ForCausalLM": {  # of sizes that others state, of kernels and of generation
         *("mamba_expand", "mamba_chunk_size", "num_logits_to_keep"),
+    },
+    "KimiLinearForCausalLM": {"output_router_logits", "pretraining_tp"},
+    "OlmoHybridForCausalLM": {  # of first values
+        *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor"),
+        *("linear_dt_max", "linear_dt_min"),
     },
     "ModernBertForMaskedLM": {"local_attention"},  # halved, without a remainder
     "ModernBertModel": {"local_attention"},

@@ -197,6 +197,7 @@ def kimi_json(config: Config) -> dict[str, Any]:
 
 OLMO_TYPES = {LINEAR: "D", GLOBAL: "*"}
 NEGATIVE = "linear_allow_neg_eigval"
+NO_POSITIONS = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
 
 
 def olmo_tensors(config: Config) -> Table:
@@ -250,7 +251,10 @@ def olmo_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_olmo(file: ConfigFile, theta: float, partial: bool) -> list[AttentionType]:
-    rotates = file.rope_keys().get("rope_theta") is not None
+    """Layers rotate, unless a file states null for the theta; without one, transformers has its own."""
+    rope = file.keys.get("rope_scaling") or file.keys.get("rope_parameters") or {}
+    stated = rope if isinstance(rope, dict) and "rope_theta" in rope else file.keys
+    rotates = stated.get("rope_theta", theta) is not None
     return attends(theta if rotates else None).read(file, theta, partial)
 
 
@@ -270,7 +274,7 @@ def olmo_json(config: Config) -> dict[str, Any]:
         "layer_types": types_of(config, OLMO_TYPES),
         "num_hidden_layers": len(config.order) // 2,
         NEGATIVE: config.delta_most_write == 2,
-        **({"rope_parameters": None} if config.rope_theta is None else {}),
+        **(NO_POSITIONS if config.rope_theta is None else {}),
     }
 
 
