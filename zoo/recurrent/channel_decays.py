@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .chunks import split_chunks
 from .delta_rule import CHUNK, Chunks, inverse
@@ -113,9 +112,9 @@ def products_in_blocks(rows_RmcK, keys_mcK, log_decay_mcK) -> jax.Array:
     meet: matmuls of one, two and four positions would take longer.
     """
     c = keys_mcK.shape[-2]
-    place = np.arange(c)
+    place = jnp.arange(c)
     products = (rows_RmcK * keys_mcK[None]).sum(axis=-1)[..., None]
-    products = products * constant(np.eye(c), products)
+    products = products * constant(jnp.eye(c), products)
     if c == 1:
         return products
     starts, ends = sums_in_blocks(log_decay_mcK, doubling(c))
@@ -140,11 +139,11 @@ def sums_in_blocks(x_PK, sizes: list[int], with_own: bool = True) -> tuple[jax.A
     Args:
       with_own: whether the earlier ones include the place itself.
     """
-    place = np.arange(x_PK.shape[-2])
+    place = jnp.arange(x_PK.shape[-2])
     row, column = place[:, None], place[None]
-    blocks = np.stack([row // size == column // size for size in sizes])
+    blocks = jnp.stack([row // size == column // size for size in sizes])
     is_earlier = column <= row if with_own else column < row
-    masks = np.stack((blocks & is_earlier, blocks & (column > row)))
+    masks = jnp.stack((blocks & is_earlier[None], blocks & (column > row)[None]))
     return tuple(
         jnp.einsum(
             "tsij,...jk->ts...ik",
@@ -161,6 +160,6 @@ def in_pairs(x_mcK, size: int) -> jax.Array:
     return x_mcK.reshape(*batch, m // (2 * size), 2, size * c, K)
 
 
-def constant(matrix: np.ndarray, like: jax.Array) -> np.ndarray:
+def constant(matrix: jax.Array, like: jax.Array) -> jax.Array:
     """A matrix with the number of dims and the dtype of `like`."""
     return matrix.astype(like.dtype).reshape(*[1] * (like.ndim - 2), *matrix.shape)
