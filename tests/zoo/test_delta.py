@@ -160,7 +160,7 @@ def plain(operands, ids):
 
     q, k, v = (convolved(*pair) for pair in zip((q, k, v), kernels, strict=True))
     q, k = (x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-    q, k = (jnp.repeat(x, N // G, axis=2) for x in (q, k))
+    q, k = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (q, k))
     starts = jnp.concatenate((jnp.zeros((B, 1), bool), ids[:, 1:] != ids[:, :-1]), axis=1)
     state = jnp.zeros((B, N, K, V), q.dtype)
     return definition(q * K**-0.5, k, v, log_decay, write, starts, state)[0]
