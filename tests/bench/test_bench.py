@@ -92,7 +92,7 @@ def test_an_encoder_without_logits_multiplies_no_table():
 WIDE = {"embed": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp": 1_024}
 WIDE |= {"vocab_size": 2_048, "capacity": 1.0, "image_size": 64, "patch": 8, "dense_layers": 0}
 WIDE |= {"global_kv_heads": 4, "global_head_dim": 64, "expert_mlp": 1_024}
-WIDE |= {"nope_dim": 64, "value_dim": 64, "kv_latent": 128, "q_latent": 128}
+LATENT = {"nope_dim": 64, "value_dim": 64, "kv_latent": 128, "q_latent": 128}  # of deepseek
 # Siglip has two outputs.
 ATTENTIVE = [
     name for name in ENTRIES if hasattr(ENTRIES[name].config, "num_heads") and name != "siglip"
@@ -104,7 +104,8 @@ def test_flops_are_those_that_xla_counts(entry):
     """A forward pass is a third of training; XLA also counts norms, softmax and activations."""
     tiny, rows = ENTRIES[entry].config, 4
     fields = {field.name for field in dataclasses.fields(tiny)}
-    changes = {name: value for name, value in WIDE.items() if name in fields}
+    wide = WIDE | (LATENT if entry == "deepseek" else {})
+    changes = {name: value for name, value in wide.items() if name in fields}
     layers = len(tiny.kinds) if "vocab_size" in fields else 1  # XLA counts a scan's body once
     config = dataclasses.replace(tiny, num_layers=layers, **changes)
     layout = make_layout(model_of(entry), config, make_mesh("1x1"), "dp")
