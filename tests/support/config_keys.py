@@ -29,6 +29,7 @@ FOLDERS = (  # golden folders: of most architectures, and of each rotary scaling
     *("granitemoe", "glm4_moe", "minimax_m2", "qwen3_next"),
     *("gemma4", "gemma4_moe", "gemma4_unified"),
     *("lfm2", "lfm2_moe", "nemotron_h", "nemotron3", "falcon_h1", "granitemoehybrid"),
+    *("kimi_linear", "olmo_hybrid"),
 )
 
 
