@@ -241,9 +241,11 @@ class Generator:
     def _shape(self, lengths: list[int], max_new_tokens: int) -> tuple[int, int, int]:
         """(rows, positions, slots of the cache) of the programs for prompts of these lengths."""
         layout = self.layout
-        T = _multiple(max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths)))), layout.seq_shards)
-        B = _multiple(max(len(lengths), self._rows), layout.batch_shards)
-        S = _multiple(T + max_new_tokens, layout.seq_shards)  # slots; some may stay empty
+        T = least_multiple(
+            max(SHORTEST, 2 ** math.ceil(math.log2(max(lengths)))), layout.seq_shards
+        )
+        B = least_multiple(max(len(lengths), self._rows), layout.batch_shards)
+        S = least_multiple(T + max_new_tokens, layout.seq_shards)  # slots; some may stay empty
         return B, T, S
 
     def _where(self, tokens_BT: np.ndarray, images_BMWWC: np.ndarray | None) -> tuple[Any, ...]:
@@ -321,6 +323,6 @@ def _with_images(shape: tuple[int, ...], images_BMWWC: np.ndarray | None) -> tup
     return shape if images_BMWWC is None else (*images_BMWWC.shape, *shape)
 
 
-def _multiple(number: int, divisor: int) -> int:
+def least_multiple(number: int, divisor: int) -> int:
     """The least multiple of `divisor` that is at least `number`."""
     return -(-number // divisor) * divisor

@@ -76,7 +76,6 @@ class Rollout:
                 f"--max_new_tokens={self.max_new_tokens} leave no room for a prompt in "
                 f"--seq_len={self.seq_len}; use --seq_len={2 * self.max_new_tokens}"
             )
-
         if self.pack_len and self.pack_len < self.seq_len:
             raise UserError(
                 f"--pack_len={self.pack_len} is shorter than a prompt with its answer, "

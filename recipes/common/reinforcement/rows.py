@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from data.packing import best_fit
+from recipes.common.generation.generator import least_multiple
 from recipes.common.generation.rollouts import Answers
 from recipes.common.sharding import Tree
 
@@ -31,7 +32,7 @@ class Packing:
     @property
     def most_rows(self) -> int:
         """Rows that are enough for any lengths."""
-        return _multiple(-(-self.answers // (self.length // self.longest)), self.divisor)
+        return least_multiple(-(-self.answers // (self.length // self.longest)), self.divisor)
 
     @property
     def most_answers(self) -> int:
@@ -40,8 +41,8 @@ class Packing:
 
     def rows(self, needed: int) -> int:
         """R, at least `needed`: one of PARTS numbers."""
-        part = _multiple(-(-self.most_rows // PARTS), self.divisor)
-        return min(_multiple(max(needed, 1), part), self.most_rows)
+        part = least_multiple(-(-self.most_rows // PARTS), self.divisor)
+        return min(least_multiple(max(needed, 1), part), self.most_rows)
 
     def __call__(self, rows: Tree, sizes_B: np.ndarray) -> Tree:
         """Packs rows of one answer each, [B, …], into [R, T, …], with segment ids.
@@ -110,8 +111,3 @@ def padding_of(name: str, x: np.ndarray) -> int | np.ndarray:
     if name == "experts":
         return np.arange(x.shape[-1])
     return -1 if name == "targets" else 0
-
-
-def _multiple(number: int, divisor: int) -> int:
-    """The least multiple of `divisor` that is at least `number`."""
-    return -(-number // divisor) * divisor

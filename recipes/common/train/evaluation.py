@@ -82,6 +82,7 @@ class Evaluation:
         loss: nats per target. perplexity: exp(loss). bits_per_byte: bits per byte of the targets' text,
         comparable between tokenizers. targets: their number.
         """
+        # Of a kind that no example has, there is no mean.
         pairs = {name: pair for name, pair in totals.items() if isinstance(pair, tuple) and pair[1]}
         means = {name: float(total / count) for name, (total, count) in pairs.items()}
         if self.data.held_out_bytes is None:
