@@ -10,6 +10,8 @@ import sysconfig
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from data import sources
+
 FILES = 150  # that are read
 LEFT_OUT = ("site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings")
 LEAST, MOST = 40, 1_000  # characters of a piece
@@ -66,9 +68,8 @@ def _read() -> Iterator[str]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = [
         file
-        for file in root.rglob("*.py")
-        if not {*LEFT_OUT} & {*file.relative_to(root).parts}
-        and 2_000 < file.stat().st_size < 100_000
+        for file in sources.walk(root, {*LEFT_OUT}.__contains__)
+        if file.suffix == ".py" and 2_000 < file.stat().st_size < 100_000
     ]
     names = {file.relative_to(root).as_posix(): file for file in files}
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:FILES]:

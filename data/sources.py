@@ -171,7 +171,7 @@ def _source(name: str, weight: float, column: str, train_only: bool) -> Source:
     form = lambda: TEXT  # noqa: E731
     if name == "stdlib":
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts)
+        files = [p for p in walk(root, {"site-packages"}.__contains__) if p.suffix == ".py"]
         read = functools.partial(_by_file, files, root)
     elif name.startswith("hf:"):
         folder = pathlib.Path(os.path.expanduser(name.removeprefix("hf:")))
@@ -224,11 +224,20 @@ def _files(name: str) -> list[pathlib.Path]:
 
 def _inside(folder: pathlib.Path) -> list[pathlib.Path]:
     """The files in a folder and its subfolders, without hidden ones, such as those in .git."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if not buckets.is_hidden(path.relative_to(folder)) and path.is_file()
-    )
+    return [path for path in walk(folder, buckets.is_hidden) if not buckets.is_hidden(path.name)]
+
+
+def walk(folder: pathlib.Path, skips: Callable[[str], bool]) -> list[pathlib.Path]:
+    """The files in a folder and its subfolders, sorted. Those it skips are not read.
+
+    Args:
+      skips: name of a subfolder → whether to leave it out.
+    """
+    files = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not skips(name)]
+        files += [pathlib.Path(parent, name) for name in names]
+    return sorted(path for path in files if path.is_file())
 
 
 def rows(name: str) -> tuple[Rows, Rows | None]:
