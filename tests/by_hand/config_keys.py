@@ -25,7 +25,9 @@ import tests.conftest  # noqa: F401, simulates the devices
 from data.tokenizer import GENERATION
 from recipes.common import hf
 from recipes.common.runtime.errors import UserError
+from tests.by_hand import encoder_parity
 from tests.by_hand.hf_parity import loader, make, their_logits
+from tests.support import encoder_cases
 from tests.support.config_keys import (
     ADAPTER,
     ADAPTER_CASES,
@@ -44,6 +46,7 @@ from tests.support.config_keys import (
     fields,
     generation_outcome,
 )
+from tests.support.encoder_cases import CASES, Case
 from tests.support.golden_folders import GOLDEN, config_of
 from tests.support.hf_families import FAMILIES, TOLERANCE
 from tests.support.hf_models import inputs, our_logits, pairs
@@ -67,6 +70,7 @@ ROPE_KEYS = (
 )
 LISTS = ("layer_types", "mlp_only_layers", "no_rope_layers", "mlp_layer_types")
 TOWERS = ("text_config", "vision_config")
+TASKS = {case.name for case in CASES.values()}  # architectures of encoders that classify or embed
 
 
 @contextlib.contextmanager
@@ -104,6 +108,8 @@ def theirs(folder: pathlib.Path) -> np.ndarray | None:
     if loading["missing_keys"] or loading["mismatched_keys"] or loading["unexpected_keys"]:
         return None
     model.eval()
+    if architecture in TASKS:
+        return joined(encoder_parity.outputs(model, Case(architecture, {}), folder))
     with torch.no_grad():
         if config.model_type in ("siglip", "clip"):
             texts, images = config.text_config, config.vision_config
@@ -172,11 +178,15 @@ def others(key: str, value: Any) -> list[Any]:
     return []
 
 
-def ours(folder: pathlib.Path) -> np.ndarray | None:
-    """Our outputs; None for encoders with a task, whose keys are those of the one that fills masks."""
-    if hf.Folder(folder).config.__dict__.get("task", "fill") != "fill":
-        return None
+def ours(folder: pathlib.Path) -> np.ndarray:
+    """Our outputs."""
+    if hf.Folder(folder).metadata["architecture"] in TASKS:
+        return joined(encoder_cases.ours(f"hf:{folder}", "1"))
     return our_logits(f"hf:{folder}", "1", "dp")
+
+
+def joined(outputs: dict[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([outputs[name].ravel() for name in sorted(outputs)])
 
 
 def outcomes(name: str, folder: pathlib.Path, work: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -207,8 +217,7 @@ def outcomes(name: str, folder: pathlib.Path, work: pathlib.Path) -> dict[str, d
                 differs = fields(config, plain_config)
                 close = not has_effect
                 if differs:
-                    here = ours(target)
-                    close = here is None or same(here, wanted)
+                    close = same(ours(target), wanted)
             except UserError:
                 if has_effect:
                     by_outcome[REFUSED][case] = {}

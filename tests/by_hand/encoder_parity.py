@@ -12,6 +12,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,13 @@ def theirs(case: Case, folder: pathlib.Path) -> dict[str, np.ndarray]:
     if case.modules:  # which use no pooler, and exports have none
         loading["missing_keys"] = {x for x in loading["missing_keys"] if "pooler" not in x}
     assert not any(loading.values()), loading
+    return outputs(model, case, folder)
+
+
+def outputs(model: Any, case: Case, folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """What their model, read of a folder, computes of the texts."""
+    import torch
+
     config = model.config
     types_BT = types_of(getattr(config, "type_vocab_size", 0))
     given = {"input_ids": tokens_of(case.name), "attention_mask": TEXT_BT.astype(int)}

@@ -7,7 +7,8 @@ A mutant is one small wrong change in zoo/, data/ or recipes/common/: a comparis
 one, a term or factor dropped, arguments swapped, an `if` always or never taken, a default changed. Each
 line of code is as likely as any other; messages and what only types read are left out. A mutant runs in
 a clone of the last commit, against the test files that import its file, nearest first and then cheapest,
-until one test fails. A survivor is printed with its change: it is equivalent, or a kind of test is missing.
+then against all others, until one test fails. A survivor is printed with its change: it is equivalent, or
+a kind of test is missing.
 
 --costs=FILE, of `pytest --durations-file`, says which test files are cheap.
 """
@@ -153,13 +154,17 @@ def imports(path: pathlib.Path) -> set[str]:
 
 
 def test_files(costs: dict[str, float]) -> dict[str, list[str]]:
-    """Mutated file → test files that import it: nearest first, then cheapest."""
+    """Mutated file → all test files: those that import it first, nearest first, then the cheapest.
+
+    Others may load it by its name, as recipes and entries are.
+    """
     graph = {}
     for folder in ("zoo", "data", "recipes", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             graph[path.relative_to(ROOT).as_posix()] = imports(path)
-    distances = collections.defaultdict(dict)
-    for test in filter(lambda name: "/test_" in name, graph):
+    every = [name for name in graph if "/test_" in name]
+    distances = collections.defaultdict(lambda: dict.fromkeys(every, len(graph)))
+    for test in every:
         reached, edge, distance = {test}, {test}, 0
         while edge:
             distance += 1
@@ -168,8 +173,8 @@ def test_files(costs: dict[str, float]) -> dict[str, list[str]]:
             for file in edge:
                 distances[file][test] = distance
     return {
-        file: sorted(tests, key=lambda test: (tests[test], costs.get(test, 0.0), test))
-        for file, tests in distances.items()
+        file: sorted(every, key=lambda test: (distances[file][test], costs.get(test, 0.0), test))
+        for file in graph
     }
 
 
@@ -214,7 +219,7 @@ def main():
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
         for number, mutant in enumerate(mutants, 1):
             begun = time.perf_counter()
-            survivor = survives(mutant, clone, tests.get(mutant.file, []), options.tier)
+            survivor = survives(mutant, clone, tests[mutant.file], options.tier)
             killed += not survivor
             outcome = f"SURVIVES {survivor}" if survivor else "killed"
             seconds = time.perf_counter() - begun
