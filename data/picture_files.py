@@ -60,7 +60,7 @@ def _check(picture: Any, form: images.Form, dataset: str, where: str) -> None:
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
         raise DataError(
             f"{where}: {_name(picture)} has more than {PIL.Image.MAX_IMAGE_PIXELS:,} pixels, which "
-            "are not read; make it smaller, or remove the row"
+            "are not read; make it smaller, or leave it out"
         ) from None
     except (OSError, SyntaxError, ValueError):  # Pillow raises these for broken files
         raise unreadable(picture, where) from None
@@ -81,7 +81,7 @@ def pixels_of(picture: Any, form: images.Form, dataset: str, where: str) -> np.n
 
 def unreadable(picture: Any, where: str) -> DataError:
     """The DataError for a picture that can't be decoded."""
-    return DataError(f"{where}: {_name(picture)} can't be read; replace it, or remove the row")
+    return DataError(f"{where}: {_name(picture)} can't be read; replace it, or leave it out")
 
 
 def identity(picture: Any) -> bytes:
@@ -101,7 +101,7 @@ def _file(picture: Any, where: str) -> pathlib.Path | BinaryIO:
         return io.BytesIO(picture)
     if not picture.is_file():
         raise DataError(
-            f"{where}: {_name(picture)} does not exist; fix the path, or remove the row"
+            f"{where}: {_name(picture)} does not exist; fix the path, or leave it out"
         )
     return picture
 

@@ -1,14 +1,13 @@
-"""Compares what each key of config.json, adapter_config.json and generation_config.json does in `transformers` and PEFT,
-and here. Needs the extra `hf`.
+"""Compares what each key of a folder's configs does in `transformers` and PEFT, and here. Needs the extra `hf`.
 
     python -m tests.by_hand.config_keys                      # the comparison
     python -m tests.by_hand.config_keys llama3 adapter_config.json     # of these folders or files
     python -m tests.by_hand.config_keys --update-golden      # and tests/golden/config_keys.json anew
 
-For each architecture's small model: every key that `transformers` asks its config for while it builds the
-model and runs it, with other values. Where its outputs change, ours must become the same, or the folder must be
-refused. The golden holds the outcomes and the fields of our Config, which tests/hf/test_folder_keys.py checks
-without torch.
+The files are config.json, adapter_config.json and generation_config.json. For each architecture's small model:
+every key that `transformers` asks its config for while it builds the model and runs it, with other values. Where
+its outputs change, ours must become the same, or the folder must be refused. The golden holds the outcomes and
+the fields of our Config, which tests/hf/test_folder_keys.py checks without torch.
 """
 
 import contextlib
@@ -57,6 +56,7 @@ PLUMBING = {
     *("name_or_path", "return_dict", "transformers_version", "transformers_weights", "use_cache"),
     *("sub_configs", "sub_configs_defaults", "attn_implementation", "experts_implementation"),
     *("output_attentions", "output_hidden_states", "output_loading_info", "per_layer_config"),
+    "tie_last_hidden_states",  # whether the hidden states of an answer end with the norm
     "causal",  # which the tests' own inputs ask for
     *("base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan"),
     *("default_theta", "text_config", "vision_config", "is_heterogeneous", "attribute_map"),
