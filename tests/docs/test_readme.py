@@ -146,7 +146,9 @@ def test_commands_parse(monkeypatch):
 def test_commands_of_the_tests_name_files_and_options_that_exist(request):
     for command in MODULES:
         if command.startswith("tests."):
-            assert (ROOT / f"{command.split()[0].replace('.', '/')}.py").exists(), command
+            place = ROOT / command.split()[0].replace(".", "/")
+            files = (place.with_suffix(".py"), place / "__main__.py")
+            assert any(file.exists() for file in files), command
     for command in commands(r"(?:^|`)(pytest(?: [^\n`#]+)?)(?:`|$|#)"):
         for word in shlex.split(command)[1:]:
             if word.startswith("--"):
