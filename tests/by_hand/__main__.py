@@ -1,6 +1,6 @@
 """Lists the commands that are run by hand, with the first line of what each says of itself.
 
-    python -m tests.by_hand
+python -m tests.by_hand
 """
 
 import ast
