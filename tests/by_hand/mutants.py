@@ -112,9 +112,10 @@ def mutants_of(path: pathlib.Path) -> list[Mutant]:
         for kind, old, new in changes(node):
             start = starts[old.lineno - 1] + old.col_offset
             stop = starts[old.end_lineno - 1] + old.end_col_offset
-            after = f"({ast.unparse(new)})"
-            name = path.relative_to(ROOT).as_posix()
-            found.append(Mutant(name, old.lineno, start, stop, kind, ast.unparse(old), after))
+            before, after = ast.unparse(old), ast.unparse(new)
+            if before != after:  # as two equal arguments, swapped
+                name = path.relative_to(ROOT).as_posix()
+                found.append(Mutant(name, old.lineno, start, stop, kind, before, f"({after})"))
     return found
 
 
