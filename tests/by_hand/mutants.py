@@ -34,6 +34,8 @@ TURNED = {
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 
+COMMUTES = ("max", "min", "maximum", "minimum", "gcd", "lcm", "logical_and", "logical_or")
+
 
 class Mutant(NamedTuple):
     file: str
@@ -62,8 +64,9 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
             yield "term dropped", node, node.left
         case ast.BinOp(op=ast.Mult() | ast.Div() | ast.FloorDiv() | ast.MatMult()):
             yield "factor dropped", node, node.left
-        case ast.Call(args=[first, second, *others]) if not isinstance(first, ast.Starred):
-            if not isinstance(second, ast.Starred):
+        case ast.Call(func=function, args=[first, second, *others]):
+            commutes = ast.unparse(function).rpartition(".")[2] in COMMUTES
+            if not commutes and not {type(first), type(second)} & {ast.Starred}:
                 swapped = copy.copy(node)
                 swapped.args = [second, first, *others]
                 yield "arguments swapped", node, swapped
