@@ -20,6 +20,7 @@ from zoo import llama_relatives
 from zoo import transformer as llama
 from zoo.core.attention import attend, make_inputs
 from zoo.core.layers import Llama3
+from zoo.core.vocabulary import cross_entropy
 from zoo.kernels import gpu_loss
 from zoo.llama_relatives import SIZES, Config, Transformer
 from zoo.sizes import TRANSFORMER
@@ -255,6 +256,30 @@ def test_chunked_loss_equals_the_plain_loss_gradients_included(chunk, tied):
     assert_close(gradient, want[1], 2e-6)
     assert float(count) == int((targets >= 0).sum()) < targets.size
     assert aux == {"loss": (total, count)}
+
+
+def test_a_bias_of_logits_has_the_plain_loss_s_gradient():
+    """In three chunks. Meshes can't tell: they share the rule for gradients."""
+    config = dataclasses.replace(TINY, loss_chunk=4)
+    random = np.random.default_rng(0)
+    x_BTD = random.normal(size=(2, 12, 8)).astype(np.float32)
+    table_RVD = random.normal(size=(1, TINY.vocab_size, 8)).astype(np.float32)
+    bias_RV = random.normal(size=(1, TINY.vocab_size)).astype(np.float32)
+    targets_BT = random.integers(-1, TINY.vocab_size, (2, 12))
+
+    def chunked(*weights):
+        return cross_entropy(weights[0], weights[1], targets_BT, config, weights[2])[0]
+
+    def plain(x_BTD, table_RVD, bias_RV):
+        log_p_BTV = jax.nn.log_softmax(x_BTD @ table_RVD[0].T + bias_RV[:, None])
+        is_target_BTV = jnp.arange(TINY.vocab_size)[None, None] == targets_BT[..., None]
+        return -jnp.where(is_target_BTV, log_p_BTV, 0).sum()
+
+    def both(*weights):
+        return [jax.value_and_grad(loss, (0, 1, 2))(*weights) for loss in (chunked, plain)]
+
+    found, wanted = jax.jit(both, compiler_options=QUICK)(x_BTD, table_RVD, bias_RV)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), found, wanted)
 
 
 def test_no_array_holds_all_logits():
