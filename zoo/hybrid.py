@@ -10,7 +10,8 @@ Each layer is one sublayer, x + f(norm(x)), and `Config.pattern` says which f, a
     *  attention: grouped queries, with or without rotary embeddings; or latent attention (kv_latent)
     -  an MLP: SwiGLU, or squared ReLU without a gate
     +  an MLP with the norms of layers that attend (OLMo hybrid)
-    E  experts, with or without an MLP beside them; of the same kind as the MLPs
+    E  experts, with or without an MLP beside them, of the same kind as the MLPs; they may compute
+       a latent (Nemotron 3 Super; experts/latent.py)
 
 So Nemotron-H, Nemotron 3, Granite 4, Falcon-H1, LFM2, Kimi Linear and OLMo hybrid are one program.
 Nemotron's layers are counted like this; the others count a layer and the MLP or the experts after it
@@ -34,6 +35,7 @@ from .core.decoder import Decoder
 from .core.layers import AttentionType, GatedMLP, RopeScaling, add_output
 from .core.sharding import Rules, complete_tables
 from .experts.expert_strategies import EXPERT_DECODER, expert_rules
+from .experts.latent import LatentExperts
 from .experts.mixture import EXPERT_REMAT, GatedExperts, check_experts, even_load, feed_forward
 from .options import stretches, unlike_layers
 from .options.cache import ATTENTION, SIDE_BY_SIDE
@@ -99,6 +101,7 @@ class Config(LlamaOptions):
     activation: str = one_of("swiglu", ACTIVATIONS)  # of MLPs and experts
     num_experts: int = bounded(0, least=0)
     experts_per_token: int = bounded(0, least=0)
+    expert_latent: int = bounded(0, least=0)  # width of what experts read and write; 0: embed
     shared_mlp: int = bounded(0, least=0)  # hidden width of an MLP beside the experts; 0: none
     dense_mlp: int = bounded(0, least=0)  # hidden width of MLPs of other layers; 0: mlp
     capacity: float | None = 1.25
@@ -115,7 +118,7 @@ class Config(LlamaOptions):
     _: dataclasses.KW_ONLY
     lora_targets: tuple[str, ...] = (
         *("q", "k", "v", "o", "gate", "up", "down"), *("x", "b", "c", "step"),
-        *("q_down", "q_up", "kv_down", "kv_up"),
+        *("q_down", "q_up", "kv_down", "kv_up"), *("latent_down", "latent_up"),
     )  # fmt: skip
 
     remat: str = one_of("full", EXPERT_REMAT)
@@ -320,6 +323,18 @@ class Config(LlamaOptions):
         )  # fmt: skip
 
     @classmethod
+    def nemotron3_super_120b(cls) -> "Config":
+        """120,668,687,360 parameters. 12,770,216,960 of them active. Nemotron 3 Super 120B."""
+        pattern = "MEMEMEM*E" * 3 + "MEMEMEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME"
+        return cls(
+            131_072, 4_096, 88, num_heads=32, num_kv_heads=2, head_dim=128, mlp=2_688,
+            pattern=pattern, mamba_heads=128, mamba_groups=8, activation="relu2",
+            least_step=1e-3, num_experts=512, experts_per_token=22, expert_latent=1_024,
+            shared_mlp=5_376, sigmoid=True, route_scale=5.0, capacity=None, tie_embeddings=False,
+            remat="dispatched",
+        )  # fmt: skip
+
+    @classmethod
     def kimi_linear_48b(cls) -> "Config":
         """49,122,675,072 parameters. 3,484,453,248 of them active. Kimi Linear 48B-A3B."""
         pattern = "K-KEKE*E" + "KEKEKE*E" * 5 + "KEKE*E"
@@ -382,6 +397,7 @@ SIZES = {
     "nemotron_h_8b": Config.nemotron_h_8b,
     "nemotron_nano_9b": Config.nemotron_nano_9b,
     "nemotron3_nano_30b": Config.nemotron3_nano_30b,
+    "nemotron3_super_120b": Config.nemotron3_super_120b,
     "kimi_linear_48b": Config.kimi_linear_48b,
     "olmo_hybrid_7b": Config.olmo_hybrid_7b,
 }
@@ -424,9 +440,10 @@ class Layer(nnx.Module):
         return add_output(x_BTD, out_BTD, self.post_norm, self.scale), kept, metrics
 
 
-def make_routed(config: Config, *, rngs: nnx.Rngs) -> GatedExperts:
+def make_routed(config: Config, *, rngs: nnx.Rngs) -> GatedExperts | LatentExperts:
     """Experts with config.activation, whose choice has biases as moe.Config says."""
-    return GatedExperts(
+    experts = LatentExperts if config.expert_latent else GatedExperts
+    return experts(
         config,
         biased=config.sigmoid or config.balance_rate > 0,
         normalize=config.normalize,

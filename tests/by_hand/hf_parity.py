@@ -144,8 +144,10 @@ def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path, *
     (folder / "README.md").unlink(missing_ok=True)
 
 
-def their_logits(folder: pathlib.Path, adapter: pathlib.Path | None = None) -> np.ndarray:
-    """[B, T, V] in float32, as `transformers` computes them, with an adapter as PEFT does."""
+def their_logits(
+    folder: pathlib.Path, adapter: pathlib.Path | None = None, dtype: str = "float32"
+) -> np.ndarray:
+    """[B, T, V] in `dtype`, as `transformers` computes them, with an adapter as PEFT does."""
     import torch
     import transformers
 
@@ -153,7 +155,7 @@ def their_logits(folder: pathlib.Path, adapter: pathlib.Path | None = None) -> n
     if adapter and config.model_type == "vit":
         classes = {"num_labels": 3, "ignore_mismatched_sizes": True}
     model, loading = loader(config).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True,
         **classes,
     )  # fmt: skip
     assert classes or not any(loading.values()), loading

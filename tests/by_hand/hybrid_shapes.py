@@ -4,7 +4,9 @@
     python -m tests.by_hand.hybrid_shapes --families=falcon_h1
 
 Each shape is drawn anew: heads, groups, widths, patterns, widths of convolutions, numbers of experts.
-Logits differ by at most hf_families.TOLERANCE, or the command fails.
+Logits differ by at most hf_families.TOLERANCE, or the command fails. Some shapes amplify rounding, as
+norms of small numbers do: there, ours may be no further from those of `transformers` in float64 than
+its own in float32 are.
 """
 
 import argparse
@@ -91,6 +93,7 @@ def nemotron(draw: Draw) -> dict:
         "layers_block_type": types, "mamba_head_dim": draw.of(3, 8), "ssm_state_size": draw.of(3, 8),
         "conv_kernel": draw.of(2, 4), "moe_intermediate_size": draw.of(4, 12),
         "moe_shared_expert_intermediate_size": draw.of(9, 24), "norm_topk_prob": draw.of(True, False),
+        "moe_latent_size": draw.of(None, 8, 20), "mlp_bias": draw.of(True, False),
     }  # fmt: skip
 
 
@@ -144,7 +147,7 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(SHAPES))
     args = parser.parse_args()
     for name in args.families.split(","):
-        worst = 0.0
+        worst, amplified = 0.0, 0
         for seed in range(args.shapes):
             drawn = SHAPES[name](Draw(seed))
             options = FAMILIES[name].options | drawn
@@ -153,12 +156,22 @@ def main() -> None:
                 folder = pathlib.Path(work) / name
                 make(family, folder)
                 wanted = their_logits(folder)
-                error = np.abs(our_logits(f"hf:{folder}", "1x1", "dp") - wanted).max()
-            print(f"{name} {seed}: {error:.1e} of {np.abs(wanted).max():.1f}; {drawn}", flush=True)
-            assert error < TOLERANCE
-            worst = max(worst, error)
+                got = our_logits(f"hf:{folder}", "1x1", "dp")
+                error = np.abs(got - wanted).max()
+                print(
+                    f"{name} {seed}: {error:.1e} of {np.abs(wanted).max():.1f}; {drawn}", flush=True
+                )
+                if error < TOLERANCE:
+                    worst = max(worst, error)
+                else:
+                    exact = their_logits(folder, dtype="float64")
+                    ours, theirs = (np.abs(x - exact).max() for x in (got, wanted))
+                    print(f"  in float64: theirs {theirs:.1e}, ours {ours:.1e}", flush=True)
+                    assert ours <= theirs
+                    amplified += 1
             jax.clear_caches()
-        print(f"{name}: {args.shapes} shapes differ by at most {worst:.1e}", flush=True)
+        equal = args.shapes - amplified
+        print(f"{name}: {equal} of {args.shapes} shapes differ by at most {worst:.1e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -776,17 +776,18 @@ def test_layers_without_experts_are_the_first_ones():
     assert config_of(written) == dense
 
 
-def test_glm_s_layers_for_further_tokens_are_left_out(folder, capfd):
-    theirs = folder("glm4_moe")
+@pytest.mark.parametrize(
+    ("name", "layer"), [("glm4_moe", "model.layers.3"), ("nemotron3_latent", "mtp")]
+)
+def test_layers_for_further_tokens_are_left_out(folder, name, layer, capfd):
+    theirs = folder(name)
     whole = params_of(f"hf:{theirs}")
     edit(theirs, num_nextn_predict_layers=1)
-    more = {"model.layers.3.enorm.weight": np.ones(48, np.float32)}
+    more = {f"{layer}.enorm.weight": np.ones(48, np.float32)}
     safetensors.numpy.save_file(tensors_of(theirs / MODEL) | more, theirs / MODEL)
     capfd.readouterr()
     assert_bit_equal(params_of(f"hf:{theirs}"), whole)
-    assert capfd.readouterr().out.startswith(
-        "Left out model.layers.3, for multi-token prediction; "
-    )
+    assert capfd.readouterr().out.startswith(f"Left out {layer}, for multi-token prediction; ")
 
 
 def add_head(theirs, attends: int) -> dict[str, np.ndarray]:

@@ -586,6 +586,16 @@ FAMILIES |= {  # Mamba-2 and short convolutions beside attention; groups that no
         | {"layer_norm_epsilon": 0.1, "time_step_min": 0.5},
         "bfloat16", meshes=FOR_DELTA,
     ),
+    "nemotron3_latent": Family(  # as Super: experts compute a latent, which no mesh axis divides
+        "NemotronHConfig",
+        SMALL | HYBRID
+        | {"layers_block_type": [LINEAR_LAYER, "moe", FULL, "moe"], "mlp_bias": True}
+        | {"mamba_num_heads": 6, "n_groups": 3, "ssm_state_size": 7, "mamba_head_dim": 5}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"moe_latent_size": 20, "moe_shared_expert_intermediate_size": 56}
+        | {"layer_norm_epsilon": 0.1, "time_step_min": 0.5},
+        "bfloat16", meshes=FOR_DELTA,
+    ),
     "kimi_linear": Family(
         "KimiLinearConfig",
         SMALL | HYBRID
@@ -646,5 +656,6 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
         *("q_proj", "o_proj", "in_proj", "shared_mlp.input_linear"),
     ],
     "nemotron_h": ["q_proj", "o_proj", "in_proj", "up_proj"],
+    "nemotron3_latent": ["q_proj", "up_proj", "fc1_latent_proj", "fc2_latent_proj"],
     "falcon_h1": ["q_proj", "o_proj", "in_proj", "gate_proj"],
 }  # fmt: skip

@@ -206,6 +206,7 @@ BESIDE = dataclasses.replace(DENSE, pattern="P-", num_layers=4)
 PLAIN_EXPERTS = dataclasses.replace(
     Config.tiny(), pattern="EP", num_layers=2, activation="relu2", sigmoid=True, route_scale=2.5
 )
+LATENT_EXPERTS = dataclasses.replace(PLAIN_EXPERTS, pattern="E*", expert_latent=24)
 
 
 def test_mixers_side_by_side_read_one_input_and_are_added_up():
@@ -253,6 +254,9 @@ MESHES = [
     (dataclasses.replace(KIMI, num_layers=12), "data=2,pipe=2,expert=2", "fsdp_ep_pp", {}),
     (OLMO, "data=2,seq=4", "cp", {}),
     (OLMO, "data=2,model=4", "tp_sp", {"delta_key_heads": 2}),
+    (LATENT_EXPERTS, "data=2,expert=2,model=2", "fsdp_ep_tp", {"mlp_bias": True}),
+    (LATENT_EXPERTS, "data=1,expert=4,seq=2", "fsdp_ep_cp", {"capacity": None}),
+    (LATENT_EXPERTS, "data=2,model=4", "fsdp_tp_sp", {}),
 ]
 
 
@@ -266,9 +270,13 @@ def test_meshes_train_and_decode_like_one_device(config, mesh, strategy, changes
     assert check(case) == "equal"
 
 
-def test_experts_without_a_gate_match_a_loop():
-    """down(relu(up(x))²) of the experts with the best sigmoids plus biases, weighed by the sigmoids."""
+@pytest.mark.parametrize("latent", [0, 24])
+def test_experts_without_a_gate_match_a_loop(latent):
+    """down(relu(up(x))²) of the experts with the best sigmoids plus biases, weighed by the sigmoids.
+    Between projections to and from a latent, the sigmoids are still those of x.
+    """
     config = dataclasses.replace(PLAIN_EXPERTS, shared_mlp=0, capacity=None)
+    config = dataclasses.replace(config, expert_latent=latent, mlp_bias=latent > 0)
     layer = jax.tree.map(lambda x: x[0], random_decoder(Hybrid, config).layers[STACKS["E"]])
     x_BTD = RANDOM.standard_normal((B, T, config.embed), np.float32)
 
@@ -278,23 +286,27 @@ def test_experts_without_a_gate_match_a_loop():
         return experts(x_BTD, inputs)[0]
 
     got_BTD = mixed(layer.experts, x_BTD)
-    router, bias, up, down = (
-        np.asarray(weight[...], np.float64)
-        for weight in (
-            layer.experts.router,
-            layer.experts.bias,
-            layer.experts.up,
-            layer.experts.down,
-        )
-    )
+
+    def values(module, *names):
+        return (np.asarray(getattr(module, name)[...], np.float64) for name in names)
+
+    mixture = layer.experts.mixture if latent else layer.experts
+    router, bias, up, down = values(mixture, "router", "bias", "up", "down")
+    into, into_bias, out, out_bias = np.eye(config.embed), 0.0, np.eye(config.embed), 0.0
+    if latent:
+        into, into_bias = values(layer.experts, "latent_down", "latent_down_bias")
+        out, out_bias = values(layer.experts, "latent_up", "latent_up_bias")
     want_BTD = np.zeros(x_BTD.shape)
     for place in np.ndindex(B, T):
         x_D = x_BTD[place].astype(np.float64)
         scores_E = 1 / (1 + np.exp(-x_D @ router))
         chosen = np.argsort(-(scores_E + bias))[: config.experts_per_token]
+        read_C = x_D @ into + into_bias
+        sum_C = np.zeros(read_C.shape)
         for e in chosen:
             weight = config.route_scale * scores_E[e] / scores_E[chosen].sum()
-            want_BTD[place] += weight * np.maximum(x_D @ up[e], 0) ** 2 @ down[e]
+            sum_C += weight * np.maximum(read_C @ up[e], 0) ** 2 @ down[e]
+        want_BTD[place] = sum_C @ out + out_bias
     np.testing.assert_allclose(got_BTD, want_BTD, rtol=1e-4, atol=1e-5 * np.abs(want_BTD).max())
 
 

@@ -9,6 +9,7 @@ from ..core.strategies import CP, DECODER, HEADS, PP, TP, decoder_rules, split_a
 from ..options.dense_first import DENSE_STACK
 
 EXPERT = "expert"  # the logical axis of E, of weights of experts
+EXPERT_EMBED = "expert_embed"  # that of D there, or of a latent that experts read
 ROUTER = "router"  # that of the router's
 
 # Expert parallel: each device along `expert` has E / expert of the experts, and positions travel to
@@ -51,11 +52,11 @@ EXPERT_DECODER = dataclasses.replace(
     logical_axes=DECODER.logical_axes
     | {
         "expert": "weights",  # activations travel to the devices of their experts
-        "expert_embed": "weights",  # D, of experts at rest
+        EXPERT_EMBED: "weights",  # D, of experts at rest
         "router": "weights",  # E, of the router: each device scores all experts
         DENSE_STACK: "stack",
     },
-    in_use=DECODER.in_use | {"expert_embed": "act_embed"},
-    gathered_by_layers=("expert_embed",),  # mixture.mix gathers them
+    in_use=DECODER.in_use | {EXPERT_EMBED: "act_embed"},
+    gathered_by_layers=(EXPERT_EMBED,),  # mixture.mix gathers them
     within={"expert": "batch"},  # positions travel along the mesh axes that split experts
 )

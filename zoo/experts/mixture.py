@@ -1,7 +1,7 @@
 """Mixtures of experts: which experts compute a position, and the weighted sum of their outputs.
 
 Shapes: B batch, T positions, D embed, F hidden width of an expert, E experts, J experts per position,
-G groups of experts.
+G groups of experts, C width of what experts read: D, or a latent.
 """
 
 import dataclasses
@@ -136,6 +136,7 @@ class GatedExperts(nnx.Module):
       biased: whether the choice has a Balance bias.
       scale: of the sum.
       activation: of experts without a gate, down(activation(up(x))); None: SwiGLU.
+      reads: width of what experts read and write; 0: D, which the router reads.
       routing: fields of Routing.
     """
 
@@ -146,10 +147,12 @@ class GatedExperts(nnx.Module):
         biased: bool,
         scale: float = 1.0,
         activation: Callable | None = None,
+        reads: int = 0,
         rngs: nnx.Rngs,
         **routing: Any,
     ):
         D, E, F = config.embed, config.num_experts, config.mlp
+        C = reads or D
         down_stddev = (F * 2 * config.num_layers) ** -0.5
         self.config = config
         self.scale = scale
@@ -158,24 +161,31 @@ class GatedExperts(nnx.Module):
         self.activation = activation
         gate = activation is None
         self.gate: Any = (
-            param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5) if gate else None
+            param(rngs, (E, C, F), ("expert", "expert_embed", "mlp"), C**-0.5) if gate else None
         )
-        self.up = param(rngs, (E, D, F), ("expert", "expert_embed", "mlp"), D**-0.5)
-        self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), down_stddev)
+        self.up = param(rngs, (E, C, F), ("expert", "expert_embed", "mlp"), C**-0.5)
+        self.down = param(rngs, (E, F, C), ("expert", "mlp", "expert_embed"), down_stddev)
         self.bias = zeros((E,), ("router",), Balance) if biased else None
         self.routes = Routes()
 
-    def __call__(self, x_BTD, inputs: AttentionInputs):
-        """Returns the output to add to the residual, and the metrics of `measure`; see `mix`."""
+    def __call__(self, x_BTD, inputs: AttentionInputs, scored_BTD=None):
+        """Returns the output to add to the residual, and the metrics of `measure`; see `mix`.
+
+        Args:
+          scored_BTD: what the router reads; None: x_BTD.
+        """
         expert: Callable = swiglu
         weights = (self.gate, self.up, self.down)
         if self.activation is not None:
             expert = functools.partial(without_gate, self.activation)
             weights = weights[1:]
-        return mix(x_BTD, self.config, inputs, route=self.route, expert=expert, weights=weights)
+        route = functools.partial(self.route, scored_BTD=scored_BTD)
+        return mix(x_BTD, self.config, inputs, route=route, expert=expert, weights=weights)
 
-    def route(self, x_BTD, counted_BT, slots: int, load_limit: float = 0.0):
+    def route(self, x_BTD, counted_BT, slots: int, load_limit: float = 0.0, scored_BTD=None):
         """Chooses each position's experts, in float32; see `choose`."""
+        if scored_BTD is not None:
+            x_BTD = scored_BTD
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
         choice, metrics = choose(

@@ -11,7 +11,7 @@ import pathlib
 import re
 from typing import Any
 
-from recipes.common.hf.family import GLOBAL, ConfigFile, Table
+from recipes.common.hf.family import GLOBAL, ConfigFile, Selection, Table
 from recipes.common.hf.layer_kinds import Layers
 from recipes.common.hf.llama import ATTENTION_BIAS, MULTIPLIERS
 from recipes.common.hf.relative import ATTENTION, Relative, in_layers
@@ -163,11 +163,16 @@ def nemotron_tensors(config: Config) -> Table:
         "mlp/down_bias": (f"{at}.mixer.down_proj.bias", "D", "D"),
     }
     routed = f"{at}.mixer"
+    mixture = "experts/mixture" if config.expert_latent else "experts"
     experts = {
-        "experts/router": (f"{routed}.gate.weight", "DE", "E D"),
-        "experts/bias": (f"{routed}.gate.e_score_correction_bias", "E", "E"),
-        "experts/up": (f"{routed}.experts.{{}}.up_proj.weight", "DF", "F D"),
-        "experts/down": (f"{routed}.experts.{{}}.down_proj.weight", "FD", "D F"),
+        f"{mixture}/router": (f"{routed}.gate.weight", "DE", "E D"),
+        f"{mixture}/bias": (f"{routed}.gate.e_score_correction_bias", "E", "E"),
+        f"{mixture}/up": (f"{routed}.experts.{{}}.up_proj.weight", "DF", "F D"),
+        f"{mixture}/down": (f"{routed}.experts.{{}}.down_proj.weight", "FD", "D F"),
+        "experts/latent_down": (f"{routed}.fc1_latent_proj.weight", "DC", "C D"),
+        "experts/latent_down_bias": (f"{routed}.fc1_latent_proj.bias", "C", "C"),
+        "experts/latent_up": (f"{routed}.fc2_latent_proj.weight", "CD", "D C"),
+        "experts/latent_up_bias": (f"{routed}.fc2_latent_proj.bias", "D", "D"),
     }
     layers = {
         "M": norm | mamba_tensors(config, f"{at}.mixer"),
@@ -450,6 +455,7 @@ BEFORE_GATE = "mamba_norm_before_gate"
 WIDTH = "moe_intermediate_size"
 SHARED = "moe_shared_expert_intermediate_size"
 NUMBER = "n_routed_experts"
+LATENT = "moe_latent_size"
 
 
 def nemotron_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
@@ -460,6 +466,13 @@ def nemotron_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
         types = [by_letter.get(letter, letter) for letter in pattern]
     eps = keys.get("layer_norm_epsilon", 1e-5)
     return keys | {"layer_types": types, "rms_norm_eps": eps, "num_hidden_layers": None}
+
+
+def without_mtp(stored: dict[str, Any], config: Config) -> Selection:
+    """Drops the layers for multi-token prediction, which Nemotron 3 Super has."""
+    kept = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
+    report = "Left out mtp, for multi-token prediction; hybrids have none here."
+    return Selection(kept, config, report if len(kept) < len(stored) else "")
 
 
 def nemotron_fields(file: ConfigFile) -> dict[str, Any]:
@@ -475,6 +488,8 @@ def nemotron_fields(file: ConfigFile) -> dict[str, Any]:
             "route_scale": file.number("routed_scaling_factor", 1.0, float),
             "sigmoid": True,
         }
+        if file.keys.get(LATENT) is not None:
+            fields["expert_latent"] = file.number(LATENT)
         if "-" in order:
             fields["dense_mlp"] = file.number("intermediate_size")
     # transformers bounds steps from below by this number, which once was for the first values alone.
@@ -496,6 +511,8 @@ def nemotron_json(config: Config) -> dict[str, Any]:
             "n_group": 1,
             "topk_group": 1,
         }
+    if config.expert_latent:
+        experts[LATENT] = config.expert_latent
     return experts | {
         "intermediate_size": config.dense_mlp or config.mlp,
         OVERRIDE: config.order,
@@ -627,11 +644,11 @@ ROWS = (
         keys_from=nemotron_keys,
         fields_from=nemotron_fields,
         fields_to=nemotron_json,
+        select=without_mtp,
         own_code=True,
         refused={
             "use_bias": (False,), "mamba_proj_bias": (False,), "mlp_hidden_act": ("relu2",),
             "mamba_hidden_act": ("silu",), "sliding_window": (), "n_group": (1,), "topk_group": (1,),
-            "moe_latent_size": (),
         },
     ),
 )  # fmt: skip

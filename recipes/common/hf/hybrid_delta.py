@@ -311,7 +311,9 @@ class RowsOfSeveral(NamedTuple):
 
 
 def published_kernels(stored: dict[str, Any], config: Config) -> dict[str, Any]:
-    """The convolutions of queries, keys and values, which transformers cuts in three equal parts."""
+    """The convolutions of queries, keys and values, whose rows transformers cuts in three equal parts;
+    the last is shorter if 3 doesn't divide them.
+    """
     keys = config.delta_key_heads * config.delta_key_dim
     ends = [keys, 2 * keys, 2 * keys + config.delta_heads * config.delta_value_dim]
     starts = [0, *ends[:2]]
@@ -321,10 +323,11 @@ def published_kernels(stored: dict[str, Any], config: Config) -> dict[str, Any]:
         tensors = tuple(stored[other] for other in names if other in stored)
         if ".q_conv1d." not in name or len(tensors) < 3:
             continue
-        if len({tensor.shape for tensor in tensors}) > 1 or 3 * tensors[0].shape[0] != ends[2]:
+        rows = [tensor.shape[0] for tensor in tensors]
+        if len({tensor.shape[1:] for tensor in tensors}) > 1 or sum(rows) != ends[2]:
             continue
         for other, start, end in zip(names, starts, ends, strict=True):
-            if keys != tensors[0].shape[0]:
+            if rows[:2] != [keys, keys]:
                 selected[other] = RowsOfSeveral(tensors, slice(start, end))
     return selected
 

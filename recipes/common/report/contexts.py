@@ -30,7 +30,7 @@ TRAINED = {
         "lfm2_350m": 32_768, "lfm2_1b": 32_768, "lfm2_8b_a1b": 32_768, "granite4_h_micro": 131_072,
         "granite4_h_tiny": 131_072, "granite4_h_small": 131_072,
         "nemotron_h_8b": 8_192, "nemotron_nano_9b": 131_072, "nemotron3_nano_30b": 262_144,
-        "falcon_h1_1b": 131_072, "falcon_h1_7b": 262_144,
+        "nemotron3_super_120b": 262_144, "falcon_h1_1b": 131_072, "falcon_h1_7b": 262_144,
         "kimi_linear_48b": 1_048_576, "olmo_hybrid_7b": 65_536,
     },
 }  # fmt: skip

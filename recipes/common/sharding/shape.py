@@ -21,7 +21,7 @@ from zoo.core.strategies import (
     LAYERS,
     VOCAB,
 )
-from zoo.experts.expert_strategies import EXPERT
+from zoo.experts.expert_strategies import EXPERT, EXPERT_EMBED
 from zoo.options.dense_first import DENSE_STACK
 from zoo.options.mtp import HEAD_PATH
 from zoo.parallel.pipeline import rounds
@@ -84,8 +84,10 @@ class ExpertsShape:
 
     number: int  # E
     per_token: int  # J, experts that compute a position
+    embed: int  # width of the rows that experts read and write: D, or a latent
     width: int  # F, hidden width of one expert
     weights: int  # of one expert
+    latents: int = 0  # weights to and from a latent, which a position is multiplied with
     capacity: float | None  # slots, as a multiple of an even load; None: dropless
     load_limit: float = 0.0  # of a device's dropless experts, 1 if even; 0: none
     groups: int = 1  # of experts; those of a position are in its `top_groups` best groups
@@ -194,6 +196,7 @@ class Shape:
             count += layer.recurrence.weights
         if experts := layer.experts:
             count += self.embed * experts.number + experts.per_token * experts.weights
+            count += experts.latents
         return count
 
 
@@ -355,7 +358,9 @@ def _layer(
         modules.setdefault(module, {})[name] = weight
     attention = recurrence = experts = None
     others = []  # matrices of the MLP
+    latents = 0  # weights to and from a latent of experts
     expert_matrices = 3
+    latent = {*names.in_use.values()} - {names.stream}
     for path, own in modules.items():
         # Matrices have an axis that is gathered for use, and another dim.
         matrices = [(a, n) for a, n in own.values() if len(a) > 1 and {*names.in_use} & {*a}]
@@ -367,8 +372,12 @@ def _layer(
         elif EXPERT in axes:
             experts = _experts(matrices, embed, config)
             expert_matrices = len(matrices)
+        elif latent & axes:
+            latents = sum(math.prod(shape) for _, shape in matrices)
         else:
             others += matrices
+    if experts:
+        experts = dataclasses.replace(experts, latents=latents)
     return LayerShape(
         count=1,
         embed=embed,
@@ -391,12 +400,14 @@ def _recurrence(own: dict[str, tuple], stated: Any) -> RecurrenceShape:
 
 
 def _experts(matrices: list[tuple], embed: int, config: Any) -> ExpertsShape:
-    axes, shape = matrices[0]
-    number = shape[axes.index(EXPERT)]
+    sizes = dict(zip(*matrices[0], strict=True))
+    number = sizes[EXPERT]
+    embed = sizes.get(EXPERT_EMBED, embed)
     weights = sum(math.prod(shape) for _, shape in matrices) // number
     return ExpertsShape(
         number=number,
         per_token=_stated(config, "experts_per_token") or 1,
+        embed=embed,
         width=weights // (embed * len(matrices)),
         weights=weights,
         capacity=_stated(config, "capacity"),

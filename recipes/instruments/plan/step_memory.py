@@ -263,8 +263,10 @@ def _activations(layout: Layout, layer: LayerShape, rows: int, segments: bool) -
     if layer.experts:
         slots = expert_slots(layout, layer.experts)
         hidden += slots * (layer.experts.width // layout.count_shards(MLP))
-        dispatched = slots * layout.shape.embed
-        received = _received(layout, layer.experts) * layout.shape.embed
+        dispatched = slots * layer.experts.embed
+        received = _received(layout, layer.experts) * layer.experts.embed
+        if layer.experts.latents:  # what experts read and write
+            latents += 2 * layer.experts.embed
         if travels(layout, layer.experts):
             turns = _in_turns(layout, layer, layer.experts)
     return Activations(
@@ -323,11 +325,11 @@ def _in_turns(layout: Layout, layer: LayerShape, experts: ExpertsShape) -> float
     products. Then one of two places of a further turn: each hidden product and its gradient, or the
     gradient of rows on arrival, for which J rows are gathered at once and then added up.
     """
-    rows = expert_slots(layout, experts) * layout.shape.embed
-    arriving = _received(layout, experts) * layout.shape.embed
+    rows = expert_slots(layout, experts) * experts.embed
+    arriving = _received(layout, experts) * experts.embed
     hidden = expert_slots(layout, experts) * (experts.width // layout.count_shards(MLP))
     hidden *= layer.matrices
-    sums = 4 // compute_bytes(layout) * layout.shape.embed  # of the gradients of rows, in float32
+    sums = 4 // compute_bytes(layout) * experts.embed  # of the gradients of rows, in float32
     kept = 0.0 if experts.load_limit else arriving + 2 * rows + hidden + sums
     return kept + max(3 * rows + 2 * hidden, experts.per_token * arriving + 4 * rows + hidden)
 

@@ -473,16 +473,17 @@ def _state_transfers(layout: Layout) -> Iterator[Transfer]:
 def _expert_transfers(layout: Layout, accumulate: int) -> Iterator[Transfer]:
     """Transfers to the devices of other experts and back.
 
-    Rows of D numbers go there and their sums come back, and so do their gradients: four times (n - 1)
-    / n of them, where n devices share the experts; five times if remat sends them again. With a
+    Rows of D numbers, or of a latent's, go there and their sums come back, and so do their gradients:
+    four times (n - 1) / n of them, where n devices share the experts; five times if remat sends them again. With a
     capacity they are slots. Dropless rows go once to each device of their experts, or all devices
     gather all rows, see expert_exchange.exchanges.
     """
     axes = frozenset(_split_by(layout, [EXPERT]))
     devices = _devices(layout, axes)
     times = 4 if layout.shape.remat in ("none", "dispatched") else 5
-    each = layout.shape.embed * compute_bytes(layout) * busy(layout, accumulate)
+    busy_share = busy(layout, accumulate)
     for experts, count in layout.shape.trained_experts if devices > 1 else ():
+        each = experts.embed * compute_bytes(layout) * busy_share
         rows = count * device_tokens(layout)
         if experts.capacity:
             # A device that has a part of each row has as many slots as if it had the whole row.
