@@ -790,6 +790,22 @@ def test_layers_for_further_tokens_are_left_out(folder, name, layer, capfd):
     assert capfd.readouterr().out.startswith(f"Left out {layer}, for multi-token prediction; ")
 
 
+def test_convolutions_of_olmo_hybrid_are_read_in_any_parts(folder):
+    """transformers cuts the rows of queries, keys and values in three parts of one length, whatever
+    their sizes are; the last part is shorter if 3 doesn't divide the rows.
+    """
+    theirs = folder("olmo_hybrid")
+    whole = params_of(f"hf:{theirs}")
+    tensors = tensors_of(theirs / MODEL)
+    for name in [name for name in tensors if ".q_conv1d." in name]:
+        names = [name.replace(".q_conv1d.", f".{x}_conv1d.") for x in "qkv"]
+        rows = np.concatenate([tensors[each] for each in names])
+        parts = np.split(rows, [32, 64])
+        tensors |= dict(zip(names, map(np.ascontiguousarray, parts), strict=True))
+    safetensors.numpy.save_file(tensors, theirs / MODEL)
+    assert_bit_equal(params_of(f"hf:{theirs}"), whole)
+
+
 def add_head(theirs, attends: int) -> dict[str, np.ndarray]:
     """Adds an MTP head to a golden Qwen. Its layer has twice the weights of layer `attends`.
 

@@ -656,6 +656,6 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
         *("q_proj", "o_proj", "in_proj", "shared_mlp.input_linear"),
     ],
     "nemotron_h": ["q_proj", "o_proj", "in_proj", "up_proj"],
-    "nemotron3_latent": ["q_proj", "up_proj", "fc1_latent_proj", "fc2_latent_proj"],
+    "nemotron3_latent": ["q_proj", "shared_experts.up_proj", "fc1_latent_proj", "fc2_latent_proj"],
     "falcon_h1": ["q_proj", "o_proj", "in_proj", "gate_proj"],
 }  # fmt: skip

@@ -327,6 +327,23 @@ def test_a_step_moves_the_biases_of_sigmoids():
     assert (bias_LE < 0).any()
 
 
+@pytest.mark.parametrize("letter", "MDK")
+def test_a_gpu_s_program_loops_over_chunks_and_not_over_positions(letter):
+    """Of rows of 4,096: groups of 512, and in each of them chunks of 64 or more."""
+    length = 4_096
+    config = dataclasses.replace(DENSE, pattern=f"{letter}*", num_layers=2, **DELTAS)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Hybrid(config, rngs=nnx.Rngs(0))))
+
+    def loss(state, tokens_BT):
+        return nnx.merge(graph, state).loss(tokens_BT, tokens_BT, tokens_BT)[0]
+
+    row = jax.ShapeDtypeStruct((1, length), np.int32)
+    lowered = jax.jit(jax.grad(loss)).trace(state, row).lower(lowering_platforms=("cuda",))
+    loops = re.findall(r"cond \{\n +%\S+ = stablehlo.constant dense<(\d+)>", lowered.as_text())
+    assert len(loops) == lowered.as_text().count("stablehlo.while(")
+    assert max(map(int, loops)) <= length // 64
+
+
 # ---- documents and caches ------------------------------------------------------------------------
 
 

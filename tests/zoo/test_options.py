@@ -69,7 +69,7 @@ SIZES = {
     "experts_per_token", "max_positions", "nope_dim", "rope_dim", "value_dim", "kv_latent", "q_latent",
     "shared_experts", "dense_mlp", "global_kv_heads", "global_head_dim", "layer_embed", "expert_mlp",
     "delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim", "mamba_heads", "mamba_groups",
-    "mamba_head_dim", "mamba_state_dim", "shared_key_dim",
+    "mamba_head_dim", "mamba_state_dim", "shared_key_dim", "expert_latent",
 }  # fmt: skip
 
 
