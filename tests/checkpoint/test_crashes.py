@@ -126,6 +126,13 @@ def test_a_run_with_pictures_survives_a_kill_at_any_moment(request, tmp_path):
     survive(request.config.getoption("--kills"), whole, start, tmp_path)
 
 
+def test_a_hybrid_survives_a_kill_at_any_moment(request, book, tmp_path):
+    """Of Mamba-2, whose state travels along `seq`, short convolutions, attention and experts."""
+    start = starting("hybrid", *TINY, *FLAGS, "--mesh=data=2,seq=2,model=2", book)
+    whole = finished(start, tmp_path / "whole")
+    survive(request.config.getoption("--kills"), whole, start, tmp_path)
+
+
 def survive(kills: int, uninterrupted, start, tmp_path) -> None:
     """Kills runs at moments of each kind; each ends equal to the uninterrupted one."""
     chance = random.Random(0)
