@@ -14,10 +14,11 @@ from recipes.common import language
 from recipes.common.language import DECODER, EXPERTS, Sample, Text, Training
 from recipes.common.runtime import Run
 from recipes.common.runtime.start import start
-from zoo.hybrid import SIZES, Config
+from zoo.hybrid import Config
+from zoo.sizes import HYBRID
 
 # The flags of the model: a Config's fields that are set most often. --set reaches the others.
-MODEL = language.model_flags(Config, (*DECODER, *EXPERTS, "pattern"), SIZES, Config.REMAT)
+MODEL = language.model_flags(Config, (*DECODER, *EXPERTS, "pattern"), HYBRID, Config.REMAT)
 NEW = (Run(steps=400, batch_size=16, learning_rate=4e-3), Text(), MODEL, Training(), Sample())
 
 # The run, from the mesh to the sample: recipes/common/language/recipe.py.

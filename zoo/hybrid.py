@@ -221,75 +221,6 @@ class Config(LlamaOptions):
             mamba_heads=8, mamba_groups=4, mamba_head_dim=32, mamba_state_dim=32, remat="dots",
         )  # fmt: skip
 
-    # Of published models, Granite's other multipliers and all of Falcon's are in their folders alone.
-
-    @classmethod
-    def lfm2_350m(cls) -> "Config":
-        """354,483,968 parameters. LFM2 350M."""
-        return lfm2(embed=1_024, num_heads=16, mlp=4_608)
-
-    @classmethod
-    def lfm2_1b(cls) -> "Config":
-        """1,170,340,608 parameters. LFM2 1.2B."""
-        return lfm2(embed=2_048, num_heads=32, mlp=8_192)
-
-    @classmethod
-    def lfm2_8b_a1b(cls) -> "Config":
-        """8,339,929,856 parameters. 1,557,740,288 of them active. LFM2 8B-A1B."""
-        mixers = "CC*" + "CCC*" * 4 + "CC*CC"
-        return cls(
-            65_536, 2_048, 48, num_heads=32, num_kv_heads=8, head_dim=64, mlp=1_792,
-            pattern="C-C-" + "".join(mixer + "E" for mixer in mixers[2:]), conv_width=3,
-            qk_norm=True, rope_theta=1e6, num_experts=32, experts_per_token=4, dense_mlp=7_168,
-            sigmoid=True, capacity=None, remat="dispatched",
-        )  # fmt: skip
-
-    @classmethod
-    def granite4_h_micro(cls) -> "Config":
-        """3,191,396,096 parameters. Granite 4.0 H-Micro."""
-        return cls(
-            100_352, 2_048, 80, num_heads=32, num_kv_heads=8, head_dim=64, mlp=8_192,
-            pattern="M-" * 5 + "*-" + "M-" * 4, mamba_heads=64, attention_scale=1 / 64,
-        )  # fmt: skip
-
-    @classmethod
-    def granite4_h_tiny(cls) -> "Config":
-        """6,939,037,248 parameters. 1,465,470,528 of them active. Granite 4.0 H-Tiny."""
-        return cls(
-            100_352, 1_536, 80, num_heads=12, num_kv_heads=4, head_dim=128, mlp=512,
-            pattern="ME" * 5 + "*E" + "ME" * 4, mamba_heads=48, num_experts=64,
-            experts_per_token=6, shared_mlp=1_024, capacity=None, attention_scale=1 / 128,
-            remat="dispatched",
-        )  # fmt: skip
-
-    @classmethod
-    def granite4_h_small(cls) -> "Config":
-        """32,207,337,984 parameters. 8,803,121,664 of them active. Granite 4.0 H-Small."""
-        return cls(
-            100_352, 4_096, 80, num_heads=32, num_kv_heads=8, head_dim=128, mlp=768,
-            pattern="ME" * 5 + "*E" + "ME" * 4, mamba_heads=128, num_experts=72,
-            experts_per_token=10, shared_mlp=1_536, capacity=None, attention_scale=1 / 128,
-            remat="dispatched",
-        )  # fmt: skip
-
-    @classmethod
-    def falcon_h1_1b(cls) -> "Config":
-        """1,554,789,760 parameters. Falcon-H1 1.5B."""
-        return cls(
-            65_537, 2_048, 48, num_heads=8, num_kv_heads=2, head_dim=128, mlp=4_608, pattern="P-",
-            mamba_heads=48, mamba_state_dim=256, mamba_norm=False, rope_theta=1e11,
-            tie_embeddings=False,
-        )  # fmt: skip
-
-    @classmethod
-    def falcon_h1_7b(cls) -> "Config":
-        """7,585,513,568 parameters. Falcon-H1 7B."""
-        return cls(
-            130_048, 3_072, 88, num_heads=12, num_kv_heads=2, head_dim=128, mlp=12_288,
-            pattern="P-", mamba_heads=24, mamba_head_dim=128, mamba_state_dim=256,
-            mamba_norm=False, rope_theta=1e11, tie_embeddings=False,
-        )  # fmt: skip
-
     @classmethod
     def nemotron_h_8b(cls) -> "Config":
         """8,100,852,736 parameters. Nemotron-H 8B."""
@@ -298,62 +229,6 @@ class Config(LlamaOptions):
             131_072, 4_096, 52, num_heads=32, num_kv_heads=8, head_dim=128, mlp=21_504,
             pattern=pattern, mamba_heads=128, mamba_groups=8, activation="relu2",
             least_step=1e-3, tie_embeddings=False,
-        )  # fmt: skip
-
-    @classmethod
-    def nemotron_nano_9b(cls) -> "Config":
-        """8,888,227,328 parameters. Nemotron Nano 9B v2."""
-        pattern = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
-        return cls(
-            131_072, 4_480, 56, num_heads=40, num_kv_heads=8, head_dim=128, mlp=15_680,
-            pattern=pattern, mamba_heads=128, mamba_groups=8, mamba_head_dim=80,
-            activation="relu2", least_step=1e-3, tie_embeddings=False,
-        )  # fmt: skip
-
-    @classmethod
-    def nemotron3_nano_30b(cls) -> "Config":
-        """31,577,937,344 parameters. 3,580,073,408 of them active. Nemotron 3 Nano 30B-A3B."""
-        pattern = "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME"
-        return cls(
-            131_072, 2_688, 52, num_heads=32, num_kv_heads=2, head_dim=128, mlp=1_856,
-            pattern=pattern, mamba_heads=64, mamba_groups=8, activation="relu2",
-            least_step=1e-3, num_experts=128, experts_per_token=6, shared_mlp=3_712,
-            sigmoid=True, route_scale=2.5, capacity=None, tie_embeddings=False,
-            remat="dispatched",
-        )  # fmt: skip
-
-    @classmethod
-    def nemotron3_super_120b(cls) -> "Config":
-        """120,668,687,360 parameters. 12,770,216,960 of them active. Nemotron 3 Super 120B."""
-        pattern = "MEMEMEM*E" * 3 + "MEMEMEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME"
-        return cls(
-            131_072, 4_096, 88, num_heads=32, num_kv_heads=2, head_dim=128, mlp=2_688,
-            pattern=pattern, mamba_heads=128, mamba_groups=8, activation="relu2",
-            least_step=1e-3, num_experts=512, experts_per_token=22, expert_latent=1_024,
-            shared_mlp=5_376, sigmoid=True, route_scale=5.0, capacity=None, tie_embeddings=False,
-            remat="dispatched",
-        )  # fmt: skip
-
-    @classmethod
-    def kimi_linear_48b(cls) -> "Config":
-        """49,122,675,072 parameters. 3,484,453,248 of them active. Kimi Linear 48B-A3B."""
-        pattern = "K-KEKE*E" + "KEKEKE*E" * 5 + "KEKE*E"
-        return cls(
-            163_840, 2_304, 54, num_heads=32, num_kv_heads=32, head_dim=192, mlp=1_024,
-            pattern=pattern, delta_heads=32, delta_key_dim=128, delta_value_dim=128, kv_latent=512,
-            shared_key_dim=64, value_dim=128, num_experts=256, experts_per_token=8, shared_mlp=1_024,
-            dense_mlp=9_216, sigmoid=True, route_scale=2.446, capacity=None, tie_embeddings=False,
-            remat="dispatched",
-        )  # fmt: skip
-
-    @classmethod
-    def olmo_hybrid_7b(cls) -> "Config":
-        """7,430,870,688 parameters. OLMo hybrid 7B."""
-        return cls(
-            100_352, 3_840, 64, num_heads=30, num_kv_heads=30, head_dim=128, mlp=11_008,
-            pattern="D-D-D-*+", delta_heads=30, delta_key_heads=30, delta_key_dim=96,
-            delta_value_dim=192, delta_most_write=2.0, delta_norm_eps=1e-5, attention_norms="after",
-            qk_norm=True, joint_qk_norm=True, norm_eps=1e-6, tie_embeddings=False,
         )  # fmt: skip
 
 
@@ -375,32 +250,7 @@ def check_latents(config: Config) -> None:
         raise ValueError(f"kv_latent and {unused[0]} exclude each other")
 
 
-def lfm2(embed: int, num_heads: int, mlp: int) -> Config:
-    """LFM2 of 16 layers, six of which attend."""
-    return Config(
-        65_536, embed, 32, num_heads=num_heads, num_kv_heads=8, head_dim=64, mlp=mlp,
-        pattern="C-C-*-" * 3 + "C-*-" * 3 + "C-", conv_width=3, qk_norm=True, rope_theta=1e6,
-    )  # fmt: skip
-
-
-SIZES = {
-    "tiny": Config.tiny,
-    "small": Config.small,
-    "lfm2_350m": Config.lfm2_350m,
-    "lfm2_1b": Config.lfm2_1b,
-    "lfm2_8b_a1b": Config.lfm2_8b_a1b,
-    "granite4_h_micro": Config.granite4_h_micro,
-    "granite4_h_tiny": Config.granite4_h_tiny,
-    "granite4_h_small": Config.granite4_h_small,
-    "falcon_h1_1b": Config.falcon_h1_1b,
-    "falcon_h1_7b": Config.falcon_h1_7b,
-    "nemotron_h_8b": Config.nemotron_h_8b,
-    "nemotron_nano_9b": Config.nemotron_nano_9b,
-    "nemotron3_nano_30b": Config.nemotron3_nano_30b,
-    "nemotron3_super_120b": Config.nemotron3_super_120b,
-    "kimi_linear_48b": Config.kimi_linear_48b,
-    "olmo_hybrid_7b": Config.olmo_hybrid_7b,
-}
+SIZES = {"tiny": Config.tiny, "small": Config.small, "nemotron_h_8b": Config.nemotron_h_8b}
 
 AXES = with_latents(with_states(EXPERT_DECODER))
 

@@ -51,9 +51,15 @@ def model(name: str) -> type:
 
 def sizes(name: str) -> dict[str, Callable[[], Any]]:
     """The entry's named sizes: those in its file, and published ones of its relatives."""
-    from zoo.sizes import BERT, MOE, SIGLIP, TRANSFORMER
+    from zoo.sizes import BERT, HYBRID, MOE, SIGLIP, TRANSFORMER
 
-    relatives = {"transformer": TRANSFORMER, "moe": MOE, "bert": BERT, "siglip": SIGLIP}
+    relatives = {
+        "transformer": TRANSFORMER,
+        "moe": MOE,
+        "hybrid": HYBRID,
+        "bert": BERT,
+        "siglip": SIGLIP,
+    }
     return relatives.get(name) or zoo_file(name).SIZES
 
 

@@ -133,7 +133,7 @@ def main() -> None:
         if kind == "cpu":
             figures = [f"{x:,.1f} ms" for x in milliseconds(case)]
         else:
-            measured = (cycles(case, length, kind) for length in LENGTHS)
+            measured = [cycles(case, length, kind) for length in LENGTHS]
             figures = [f"{x:.2f} M, {memory:.2f} GB" for x, memory in measured]
         print(f"{case.name}:", "; ".join(figures), flush=True)
 

@@ -13,7 +13,7 @@ import pathlib
 
 import jax
 
-from recipes.common.hf.hybrid import nemotron_json
+from recipes.common.hf.hybrid_nemotron import nemotron_json
 from recipes.common.mesh import make_mesh
 from recipes.instruments.bench.common import (
     ONE_DEVICE,

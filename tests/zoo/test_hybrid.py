@@ -20,6 +20,7 @@ from zoo.core.attention import make_inputs
 from zoo.hybrid import STACKS, Config, Hybrid
 from zoo.options import cache as zoo_cache
 from zoo.options import stretches
+from zoo.sizes import granite4_h_tiny, lfm2_1b, nemotron_nano_9b
 
 pytestmark = [pytest.mark.promise("recurrent-layers"), pytest.mark.usefixtures("strict")]
 
@@ -35,7 +36,7 @@ LATENT = {
 }  # fmt: skip
 # Sublayers of Nemotron-H 8B, and of LFM2.
 NEMOTRON = Config.nemotron_h_8b().order
-LFM2 = Config.lfm2_1b().order
+LFM2 = lfm2_1b().order
 RANDOM = np.random.default_rng(0)
 B, T = 8, 16
 TOKENS_BT = RANDOM.integers(0, 257, (B, T), np.int32)
@@ -62,9 +63,9 @@ def unrolled(program: stretches.Program, order: str) -> str:
     ("order", "bodies"),
     [
         (NEMOTRON, 7),
-        (Config.nemotron_nano_9b().order, 26),
+        (nemotron_nano_9b().order, 26),
         (LFM2, 10),
-        (Config.granite4_h_tiny().order, 6),
+        (granite4_h_tiny().order, 6),
         ("M*CE" * 2, 4),
         ("*", 1),
         ("M*", 2),
