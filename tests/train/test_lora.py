@@ -715,9 +715,12 @@ def test_a_relative_s_peft_adapter_matches_peft_and_is_exported_bit_equal(name, 
         json.loads((folder / "adapter_config.json").read_text())
         for folder in (golden, tmp_path / "b")
     )
-    # A list may have last words or whole names: what counts is which modules they choose.
+    # A list may have last words or whole names: what counts is which modules they choose. Nemotron's
+    # modules begin with `model`, its tensors with `backbone`.
     weights = safetensors.numpy.load_file(base / "model.safetensors")
-    modules = [tensor.removesuffix(".weight") for tensor in weights]
+    modules = [
+        tensor.removesuffix(".weight").replace("backbone.", "model.", 1) for tensor in weights
+    ]
     chosen = [
         {m for m in modules for t in keys["target_modules"] if f".{m}".endswith(f".{t}")}
         for keys in (theirs, ours)

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recipes.common.mesh import make_mesh
+from recipes.common.sharding.layout import make_layout
 from recipes.common.sharding.shape import trace_shape
+from recipes.instruments.plan import textbook
 from tests.conftest import full_except
 from tests.support.decoding import check_decoding
 from tests.support.models import built, random_decoder, random_variables
@@ -309,6 +312,21 @@ def test_experts_without_a_gate_match_a_loop(latent):
             sum_C += weight * np.maximum(read_C @ up[e], 0) ** 2 @ down[e]
         want_BTD[place] = sum_C @ out + out_bias
     np.testing.assert_allclose(got_BTD, want_BTD, rtol=1e-4, atol=1e-5 * np.abs(want_BTD).max())
+
+
+def test_a_plan_counts_the_rows_of_a_latent():
+    """In place of rows of D: experts' weights, the projections, and what travels to experts."""
+    D, C, F = LATENT_EXPERTS.embed, LATENT_EXPERTS.expert_latent, LATENT_EXPERTS.mlp
+    J, mesh = LATENT_EXPERTS.experts_per_token, make_mesh("data=2,expert=4")
+    sent, multiplied = [], []
+    for latent in (0, C):
+        config = dataclasses.replace(LATENT_EXPERTS, expert_latent=latent)
+        layout = make_layout(Hybrid, config, mesh, "ep", batch_size=B, seq_len=T)
+        multiplied.append(layout.shape.multiplied)
+        every = textbook.transfers(layout)
+        sent.append(sum(each.bytes for each in every if each.purpose == "exchanges"))
+    assert multiplied[1] - multiplied[0] == J * 2 * (C - D) * F + 2 * D * C
+    assert sent[1] / sent[0] == C / D
 
 
 def test_a_step_moves_the_biases_of_sigmoids():
