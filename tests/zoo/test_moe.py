@@ -779,7 +779,7 @@ def test_products_in_blocks_have_the_gradients_of_ragged_dot():
     ],
 )
 def test_a_row_goes_to_fewer_devices_than_it_has_experts(experts, devices, wanted):
-    shape = ExpertsShape(**experts, width=1, weights=1, capacity=None)
+    shape = ExpertsShape(**experts, embed=1, width=1, weights=1, capacity=None)
     assert devices_of_a_row(shape, devices) == pytest.approx(wanted)
 
 
