@@ -117,7 +117,9 @@ def pytest_collection_modifyitems(config, items):
     release = config.getoption("--release") or _by_name(config)
     full = release or config.getoption("--full")
     promise = config.getoption("--promise")
-    slow, of_release = durations.listed(durations.SLOW), durations.listed(durations.OF_RELEASE)
+    slow, of_release, alone = map(
+        durations.listed, (durations.SLOW, durations.OF_RELEASE, durations.ALONE)
+    )
 
     def chosen(item) -> bool:
         marker = item.get_closest_marker("promise")
@@ -125,6 +127,7 @@ def pytest_collection_modifyitems(config, items):
             return False
         is_full = item.get_closest_marker("full") or item.nodeid in slow
         is_of_release = item.get_closest_marker("release") or item.nodeid in of_release
+        is_full = is_full and item.nodeid not in alone
         return release or (not is_of_release and (full or not is_full))
 
     config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])

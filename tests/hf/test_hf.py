@@ -791,7 +791,7 @@ def test_layers_for_further_tokens_are_left_out(folder, name, layer, capfd):
 
 
 def test_convolutions_of_olmo_hybrid_are_read_in_any_parts(folder):
-    """transformers cuts the rows of queries, keys and values in three parts of one length, whatever
+    """Transformers cuts the rows of queries, keys and values in three parts of one length, whatever
     their sizes are; the last part is shorter if 3 doesn't divide the rows.
     """
     theirs = folder("olmo_hybrid")

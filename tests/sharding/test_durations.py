@@ -18,8 +18,8 @@ def test_slow_tests_are_tests():
         for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.FunctionDef)
     }
-    listed = durations.listed(durations.SLOW) | durations.listed(durations.OF_RELEASE)
-    named = {name.partition("[")[0] for name in listed}
+    goldens = (durations.SLOW, durations.OF_RELEASE, durations.ALONE)
+    named = {name.partition("[")[0] for golden in goldens for name in durations.listed(golden)}
     assert named <= functions, "run python -m tests.support.durations FILE tiers"
 
 

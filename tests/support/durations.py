@@ -10,7 +10,8 @@ cache. CPU seconds compare runs on a busy machine, which wall seconds don't. Fix
 module count towards the first test that uses them.
 
 The fast tier runs tests of up to MOST CPU seconds, and of each promise the cheapest test in each file,
-whatever it takes. A function of tests has a budget in the fast and in the full tier, which its cheapest cases
+whatever it takes, and those that alone run a part of the code: tests/golden/alone_tests.txt, which
+`tests.by_hand.unrun` helps to find. A function of tests has a budget in the fast and in the full tier, which its cheapest cases
 are taken from; those in CHOSEN have none in the full tier. A release runs all. Budgets are kept by numbers
 measured once, not by a clock in each run: a busy machine fails nobody.
 """
@@ -32,6 +33,9 @@ NAME = "durations"  # of the property by which workers send them
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 SLOW = GOLDEN / "slow_tests.txt"
 OF_RELEASE = GOLDEN / "release_tests.txt"
+ALONE = (
+    GOLDEN / "alone_tests.txt"
+)  # that the fast tier runs because no cheaper test runs their code
 MOST = 0.4  # CPU seconds of a test of the fast tier
 BUDGET = 1.0  # CPU seconds of all cases of a function in the fast tier
 FULL_MOST = 15.0  # CPU seconds of a test of the full tier
@@ -171,8 +175,12 @@ def left_out(
 
 def choose_slow(rows: list[dict]) -> dict[str, float]:
     """Test → CPU seconds, of those that the fast tier leaves out."""
-    rows = [row for row in rows if row["tier"] == "fast"]
-    return left_out(rows, MOST, BUDGET, kept=lambda row: row["test"].startswith(KEPT))
+    rows, alone = [row for row in rows if row["tier"] == "fast"], listed(ALONE)
+
+    def kept(row: dict) -> bool:
+        return row["test"].startswith(KEPT) or row["test"] in alone
+
+    return left_out(rows, MOST, BUDGET, kept)
 
 
 def choose_for_release(rows: list[dict], slow: Iterable[str]) -> dict[str, float]:
