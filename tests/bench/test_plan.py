@@ -44,10 +44,11 @@ from recipes.instruments.plan.search import Job, Plan, meshes, search
 from recipes.instruments.plan.textbook import Transfer, stage_transfers, transfers
 from tests.conftest import ROOT, full_except
 from tests.support import plan_estimates
+from tests.support.absent import H100, TPU, on
 from tests.support.entries import BATCH, ENTRIES, LR
 from tests.support.quick import XLA_FLAGS
 from tests.support.quick import quick as quick
-from zoo import moe, qwen3_next
+from zoo import hybrid, moe, qwen3_next
 from zoo.experts.mixture import EXPERT_REMAT
 from zoo.experts.slots import CAPACITY
 from zoo.kernels import splash
@@ -195,6 +196,17 @@ def test_what_a_recurrence_keeps_by_hand():
     assert recurrence.erase == 16 * 16 * 16
     assert recurrence.width == channels + 2 * 16 * 12  # also the gate and the output
     assert recurrence.weights == 64 * (channels + 2 * 16 * 12 + 2 * 16) + 3 * channels
+
+
+def test_tpus_compute_longer_chunks_of_positions():
+    """16 heads of states of 8 × 12 in 8 groups: products of a chunk's pairs grow with its length."""
+    work = []
+    for layout_on in (on(*TPU), on(*H100)):
+        config = dataclasses.replace(hybrid.Config.tiny(), pattern="M*-", num_experts=0)
+        layout = make_layout(hybrid.Hybrid, config, layout_on.mesh, "fsdp_tp", batch_size=8)
+        work.append(layout.shape.layers[0].recurrence.work)
+    by_length = [16 * (C * 12 + 2 * 8 * 12 + C * C) + 8 * C * 8 for C in (128, 64)]
+    assert work == by_length
 
 
 @pytest.mark.parametrize(("schedule", "idle"), [("1f1b", 3 / 8), ("interleaved", 3 / 16)])

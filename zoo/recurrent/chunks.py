@@ -6,6 +6,15 @@ Shapes: B batch, T positions, N heads, C positions of a chunk, n chunks.
 import jax
 import jax.numpy as jnp
 
+from ..core.sharding import device
+
+
+def chunk_length() -> int:
+    """C, chosen from measurements (tests/by_hand/chunk_lengths.py): longer chunks have longer matmuls,
+    but more work per position. Matrix units of TPUs multiply 128 rows at once.
+    """
+    return 128 if device().platform == "tpu" else 64
+
 
 def split_chunks(x_BTN, size: int) -> jax.Array:
     """[B, T, N, ...] → [n, B, N, C, ...], or [B, T] → [n, B, C]; T is padded with zeros."""

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import delta_rule
-from .delta_rule import CHUNK, run
+from .chunks import chunk_length
+from .delta_rule import run
 from .state import (
     GROUP,
     Positions,
@@ -84,11 +85,11 @@ class GatedDelta(nnx.Module):
         """Costs that the weights' shapes don't show."""
         N, G = self.config.delta_heads, self.config.delta_key_heads
         K, V = self.config.delta_key_dim, self.config.delta_value_dim
-        channels = 2 * G * K + N * V
-        within = CHUNK * (3 * K + 2 * V) + 2 * math.ceil(math.log2(CHUNK)) * CHUNK**2
+        channels, C = 2 * G * K + N * V, chunk_length()
+        within = C * (3 * K + 2 * V) + 2 * math.ceil(math.log2(C)) * C**2
         # In float32: q, k, v and what `Chunks` has of a head; states; products of pairs, of which TPUs
         # pad rows of 64 to 128.
-        values = 6 * K + 5 * V + K * V // CHUNK + 5 * max(CHUNK, 128)
+        values = 6 * K + 5 * V + K * V // C + 5 * max(C, 128)
         return Recurrence(
             work=N * (within + 3 * K * V),
             width=channels + 2 * N * V,

@@ -13,9 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .chunks import decays_in_segments, join_chunks, split_chunks
-
-CHUNK = 64  # C; more: longer matmuls, but their work per position grows with C
+from .chunks import chunk_length, decays_in_segments, join_chunks, split_chunks
 
 
 class Chunks(NamedTuple):
@@ -29,14 +27,14 @@ class Chunks(NamedTuple):
     keep: jax.Array  # [1, 1] or [K, 1]: the decay of S; 0 if a segment starts in the chunk
 
 
-def chunk(q_BTNK, k_BTNK, v_BTNV, log_decay_BTN, write_BTN, starts_BT, size: int = CHUNK) -> Chunks:
+def chunk(q_BTNK, k_BTNK, v_BTNV, log_decay_BTN, write_BTN, starts_BT, size: int = 0) -> Chunks:
     """Computes what doesn't depend on the state, for all chunks at once.
 
     Args:
       starts_BT: whether a position is the first of a segment.
-      size: C; T is padded to a multiple of it.
+      size: C, of which T is padded to a multiple; 0: `chunk_length`.
     """
-    split = functools.partial(split_chunks, size=size)
+    split = functools.partial(split_chunks, size=size or chunk_length())
     q, k, v, log_decay, write = map(split, (q_BTNK, k_BTNK, v_BTNV, log_decay_BTN, write_BTN))
     since_start, pairs = decays_in_segments(log_decay, split(starts_BT.astype(jnp.int32)))
     since_start = since_start[..., None]

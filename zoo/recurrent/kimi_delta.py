@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import channel_decays
+from .chunks import chunk_length
 from .delta import Arrays, axes_of_arrays, on_device
-from .delta_rule import CHUNK
 from .state import GROUP, Recurrence
 from ..core.layers import RMSNorm, multiply, sublayer_input
 from ..core.sharding import constrain, mesh_axes, param, per_device, variable
@@ -67,13 +67,14 @@ class KimiDelta(nnx.Module):
         N, W = self.config.delta_heads, self.config.conv_width
         K, V = self.config.delta_key_dim, self.config.delta_value_dim
         channels = N * (2 * K + V)
-        block, doublings = channel_decays.BLOCK, math.ceil(math.log2(CHUNK))
+        C = chunk_length()
+        block, doublings = channel_decays.BLOCK, math.ceil(math.log2(C))
         in_block = math.ceil(math.log2(block))
         # Products of pairs and sums of decays within a block, and products of blocks.
-        pairs = K * (2 * in_block * block + 2 * (in_block + 1) * block + CHUNK)
-        within = pairs + CHUNK * (K + 2 * V) + 2 * doublings * CHUNK**2
+        pairs = K * (2 * in_block * block + 2 * (in_block + 1) * block + C)
+        within = pairs + C * (K + 2 * V) + 2 * doublings * C**2
         # In float32, besides what delta.py counts: rows and keys with the decays of each doubling.
-        values = 6 * K + 5 * V + K * V // CHUNK + 5 * max(CHUNK, 128) + 5 * doublings * K
+        values = 6 * K + 5 * V + K * V // C + 5 * max(C, 128) + 5 * doublings * K
         return Recurrence(
             work=N * (within + 3 * K * V),
             width=channels + N * (K + V) + 2 * N * V + K + V,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import ssd
+from .chunks import chunk_length
 from .maps import ScalarOutputs
 from .state import (
     GROUP,
@@ -90,7 +91,7 @@ class Mamba2(nnx.Module):
         """Costs that the weights' shapes don't show."""
         N, G = self.config.mamba_heads, self.config.mamba_groups
         K, V = self.config.mamba_state_dim, self.config.mamba_head_dim
-        C = ssd.CHUNK
+        C = chunk_length()
         channels = N * V + 2 * G * K
         # In float32: x, B, C and products of a head; what chunks add, and states before them; decays
         # and scores of pairs, of which TPUs pad rows of 64 to 128.

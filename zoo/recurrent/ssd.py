@@ -18,26 +18,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .chunks import decays_in_segments, join_chunks, split_chunks
+from .chunks import chunk_length, decays_in_segments, join_chunks, split_chunks
 from .maps import ScalarMap, ScalarOutputs
-
-CHUNK = 64  # C; more: longer matmuls, but their work per position grows with C
 
 
 def run(
-    q_BTGK, k_BTGK, v_BTNV, log_decay_BTN, starts_BT, state: Any, size: int = CHUNK
+    q_BTGK, k_BTGK, v_BTNV, log_decay_BTN, starts_BT, state: Any, size: int = 0
 ) -> tuple[Any, Any]:
     """Returns the state after all positions, and the outputs of these, [B, T, N, V].
 
     Args:
       starts_BT: whether a position is the first of a segment.
+      size: C; 0: `chunk_length`.
       state: [B, N, K, V]; or a ScalarMap, and then what is returned is one too, with ScalarOutputs.
     """
     B, T, G, K = q_BTGK.shape
     N, V = v_BTNV.shape[2:]
     H = N // G
     is_map = isinstance(state, ScalarMap)
-    split = functools.partial(split_chunks, size=size)
+    split = functools.partial(split_chunks, size=size or chunk_length())
     q, k, v, log_decay = map(split, (q_BTGK, k_BTGK, v_BTNV, log_decay_BTN))
 
     def by_group(x):  # [n, B, N, ...] → [n, B, G, H, ...]

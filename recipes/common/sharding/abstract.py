@@ -1,5 +1,6 @@
 """Abstract models: shapes and logical axes of a model's variables, without arrays."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -91,18 +92,23 @@ class AbstractModel(NamedTuple):
         return {"buffers": nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))}
 
 
-def abstract_model(build: Callable[[], nnx.Module]) -> AbstractModel:
-    """Traces `build` without allocating anything."""
+def abstract_model(build: Callable[[], nnx.Module], mesh: Any = None) -> AbstractModel:
+    """Traces `build` without allocating anything.
+
+    Args:
+      mesh: whose devices run recurrences, for what these cost; None: JAX's default device.
+    """
     model = nnx.eval_shape(build)
     graph, states = _split(model)
     shapes = {kind: nnx.to_pure_dict(state) for kind, state in states.items()}
     axes = {kind: _axes(state) for kind, state in states.items()}
     modules: Any = nnx.iter_modules(model)
-    recurrences = {
-        "/".join(map(str, path)): module.recurrence
-        for path, module in modules
-        if "recurrence" in dir(type(module))
-    }
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh else contextlib.nullcontext():
+        recurrences = {
+            "/".join(map(str, path)): module.recurrence
+            for path, module in modules
+            if "recurrence" in dir(type(module))
+        }
     names = declared_names(model) or _names_of_dims(axes)
     variables = {}
     for kind, tree in shapes.items():

@@ -226,7 +226,7 @@ def make_layout(
             f"the mesh has axes of two kinds ({', '.join(kinds)}); make all Explicit, JAX's "
             "default, or all Auto"
         )
-    abstract = abstract_model(build)
+    abstract = abstract_model(build, mesh)
     name, requested = sharding_rules.select(strategies, abstract.names, rules, mesh)
     fitting, uneven = sharding_rules.fit(name, requested, abstract, mesh)
     if batch_size:
