@@ -18,13 +18,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .chunks import chunk_length, split_chunks
+from .chunks import split_chunks
 from .delta_rule import Chunks, inverse
 
+CHUNK = 64  # C on all platforms; see recipes/docs/states.md
 
-def chunk(q_BTNK, k_BTNK, v_BTNV, log_decay_BTNK, write_BTN, starts_BT, size: int = 0) -> Chunks:
+
+def chunk(
+    q_BTNK, k_BTNK, v_BTNV, log_decay_BTNK, write_BTN, starts_BT, size: int = CHUNK
+) -> Chunks:
     """Computes what doesn't depend on the state, for all chunks at once; see `delta_rule.chunk`."""
-    split = functools.partial(split_chunks, size=size or chunk_length())
+    split = functools.partial(split_chunks, size=size)
     q, k, v, log_decay, write = map(split, (q_BTNK, k_BTNK, v_BTNV, log_decay_BTNK, write_BTN))
     C = k.shape[-2]
     segment = jnp.cumsum(split(starts_BT.astype(jnp.int32)), axis=-1)[:, :, None]  # of the chunk

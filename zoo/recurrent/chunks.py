@@ -10,8 +10,8 @@ from ..core.sharding import device
 
 
 def chunk_length() -> int:
-    """C, chosen from measurements (tests/by_hand/chunk_lengths.py): longer chunks have longer matmuls,
-    but more work per position. Matrix units of TPUs multiply 128 rows at once.
+    """C of recurrences with a decay for each head; longer chunks have longer matmuls, but more work
+    per position. By the measurements in recipes/docs/states.md.
     """
     return 128 if device().platform == "tpu" else 64
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import channel_decays
-from .chunks import chunk_length
 from .delta import Arrays, axes_of_arrays, on_device
 from .state import GROUP, Recurrence
 from ..core.layers import RMSNorm, multiply, sublayer_input
@@ -67,7 +66,7 @@ class KimiDelta(nnx.Module):
         N, W = self.config.delta_heads, self.config.conv_width
         K, V = self.config.delta_key_dim, self.config.delta_value_dim
         channels = N * (2 * K + V)
-        C = chunk_length()
+        C = channel_decays.CHUNK
         block, doublings = channel_decays.BLOCK, math.ceil(math.log2(C))
         in_block = math.ceil(math.log2(block))
         # Products of pairs and sums of decays within a block, and products of blocks.
