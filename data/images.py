@@ -15,7 +15,7 @@ import io
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import PIL.Image
@@ -44,6 +44,28 @@ class Form(NamedTuple):
     def key(self) -> tuple:
         """What fingerprints have of it."""
         return self if self.center_crop else self[:3]
+
+    def resized(self, picture: PIL.Image.Image) -> np.ndarray:
+        """See `resized`."""
+        return resized(picture, self)
+
+    def arrays(self, pictures: Sequence[np.ndarray], slots: int) -> dict[str, np.ndarray]:
+        """{"images": uint8 [slots, size, size, channels]} of pixels, then empty slots."""
+        stacked = np.zeros((slots, self.size, self.size, self.channels), np.uint8)
+        for slot, pixels in enumerate(pictures):
+            stacked[slot] = pixels
+        return {"images": stacked}
+
+
+class AnyForm(Protocol):
+    """A form into which pictures are brought: Form, or squares.SquareForm."""
+
+    @property
+    def channels(self) -> int: ...
+
+    def resized(self, picture: PIL.Image.Image) -> np.ndarray: ...
+
+    def arrays(self, pictures: Sequence[np.ndarray], slots: int) -> dict[str, np.ndarray]: ...
 
 
 class Augment(NamedTuple):
@@ -443,17 +465,22 @@ def channels_of(picture: PIL.Image.Image) -> int:
     return 1 if picture.mode[0] in "1LFI" else 3
 
 
-def resized(picture: PIL.Image.Image, form: Form) -> np.ndarray:
-    """The pixels of a picture, upright and resized: uint8 [size, size, channels]."""
-    size = form.size
+def upright(picture: PIL.Image.Image, channels: int) -> PIL.Image.Image:
+    """A picture as it was held, grey or colored."""
     # A phone stores how it was held; `datasets` has turned the pictures of hf: datasets already.
     picture = PIL.ImageOps.exif_transpose(picture)
     if picture.mode.startswith("I"):  # 16 bits
         picture = PIL.Image.fromarray((np.asarray(picture) // 257).clip(0, 255).astype(np.uint8))
     if "transparency" in picture.info:
         picture = picture.convert("RGBA")
-    mode = "L" if form.channels == 1 else "RGB"
-    picture = picture if picture.mode == mode else picture.convert(mode)
+    mode = "L" if channels == 1 else "RGB"
+    return picture if picture.mode == mode else picture.convert(mode)
+
+
+def resized(picture: PIL.Image.Image, form: Form) -> np.ndarray:
+    """The pixels of a picture, upright and resized: uint8 [size, size, channels]."""
+    size = form.size
+    picture = upright(picture, form.channels)
     if form.center_crop:  # as transformers does
         shortest = min(picture.size)
         width, height = (int(size * side / shortest) for side in picture.size)
@@ -466,12 +493,12 @@ def resized(picture: PIL.Image.Image, form: Form) -> np.ndarray:
 
 
 def decode(
-    file: pathlib.Path | BinaryIO, form: Form, dataset: str, name: pathlib.Path | str
+    file: pathlib.Path | BinaryIO, form: AnyForm, dataset: str, name: pathlib.Path | str
 ) -> np.ndarray:
     """The pixels of an encoded picture, resized. Raises DataError, which names it."""
     try:
         with PIL.Image.open(file) as picture:
-            return resized(picture, form)
+            return form.resized(picture)
     except (OSError, SyntaxError, ValueError):  # Pillow raises these for broken files
         raise broken(dataset, name) from None
 

@@ -11,12 +11,15 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
 
 from data import DataError, images
+from data.squares import SquareForm
 
 # How files of a kind end; one that doesn't is decoded before any step, as it may have been cut off.
 ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
+TURNED = (5, 6, 7, 8)  # orientations of pictures that are stored on their side
 TAIL = 64  # bytes at the end of a file in which that is
 
 
@@ -37,7 +40,7 @@ def reference(picture: Any, folder: pathlib.Path, where: str) -> Any:
     )
 
 
-def check(pictures: Iterable[tuple[Any, str]], form: images.Form, dataset: str) -> None:
+def check(pictures: Iterable[tuple[Any, str]], form: images.AnyForm, dataset: str) -> None:
     """Checks pictures by their headers and sizes; only one that seems to be cut off is decoded.
 
     Args:
@@ -52,24 +55,21 @@ def check(pictures: Iterable[tuple[Any, str]], form: images.Form, dataset: str) 
                 _check(picture, form, dataset, where)
 
 
-def _check(picture: Any, form: images.Form, dataset: str, where: str) -> None:
+def _check(picture: Any, form: images.AnyForm, dataset: str, where: str) -> None:
     file = _file(picture, where)
     try:
         with PIL.Image.open(file) as opened:
             kind = opened.format
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
-        raise DataError(
-            f"{where}: {_name(picture)} has more than {PIL.Image.MAX_IMAGE_PIXELS:,} pixels, which "
-            "are not read; make it smaller, or leave it out"
-        ) from None
+        raise _too_large(picture, where) from None
     except (OSError, SyntaxError, ValueError):  # Pillow raises these for broken files
         raise unreadable(picture, where) from None
     if kind in ENDS and ENDS[kind] not in _tail(picture):
         pixels_of(picture, form, dataset, where)
 
 
-def pixels_of(picture: Any, form: images.Form, dataset: str, where: str) -> np.ndarray:
-    """Pixels uint8 [W, W, C] of a path, bytes or pixels. Raises DataError, which names the row."""
+def pixels_of(picture: Any, form: images.AnyForm, dataset: str, where: str) -> np.ndarray:
+    """Pixels uint8, as the form has them, of a path, bytes or pixels. Raises DataError, which names the row."""
     if isinstance(picture, np.ndarray):
         return picture
     file = _file(picture, where)
@@ -77,6 +77,38 @@ def pixels_of(picture: Any, form: images.Form, dataset: str, where: str) -> np.n
         return images.decode(file, form, dataset, _name(picture))
     except (DataError, PIL.Image.DecompressionBombError, MemoryError):
         raise unreadable(picture, where) from None
+
+
+def tokens_of(picture: Any, form: SquareForm, where: str) -> int:
+    """The tokens of a picture by its header. Raises DataError if it has none, and names the row."""
+    if isinstance(picture, np.ndarray):
+        height, width, _ = picture.shape
+        return height * width // form.side**2
+    file = _file(picture, where)
+    try:
+        with warnings.catch_warnings(), PIL.Image.open(file) as opened:
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+            width, height = opened.size
+            turned = opened.getexif().get(PIL.ExifTags.Base.Orientation) in TURNED
+    except PIL.Image.DecompressionBombError:
+        raise _too_large(picture, where) from None
+    except (OSError, SyntaxError, ValueError):
+        raise unreadable(picture, where) from None
+    width, height = (height, width) if turned else (width, height)
+    count = form.tokens(width, height)
+    if not count:
+        raise DataError(
+            f"{where}: {_name(picture)} has {width} × {height} pixels, which is too narrow for "
+            f"{form.most} squares of {form.side} pixels; crop it, or leave it out"
+        )
+    return count
+
+
+def _too_large(picture: Any, where: str) -> DataError:
+    return DataError(
+        f"{where}: {_name(picture)} has more than {PIL.Image.MAX_IMAGE_PIXELS:,} pixels, which "
+        "are not read; make it smaller, or leave it out"
+    )
 
 
 def unreadable(picture: Any, where: str) -> DataError:
@@ -100,7 +132,9 @@ def _file(picture: Any, where: str) -> pathlib.Path | BinaryIO:
     if not isinstance(picture, pathlib.Path):
         return io.BytesIO(picture)
     if not picture.is_file():
-        raise DataError(f"{where}: {_name(picture)} does not exist; fix the path, or leave it out")
+        raise DataError(
+            f"{where}: {_name(picture)} does not exist; fix the path, or leave it out"
+        )
     return picture
 
 

@@ -8,7 +8,7 @@
 
 Pictures (picture_files.py) are in the column `image` or `images`, or in the part of a message. Part by
 part, or by <image> in a text, they take their places in order. In tokens, a picture is a token that
-begins it, K placeholders and one that ends it; none of these is a target.
+begins it, placeholders and one that ends it; none of these is a target.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ import numpy as np
 
 from data import DataError, conversations, sources
 from data.conversations import MESSAGES, PAIRS
-from data.picture_files import reference
+from data.picture_files import reference, tokens_of
+from data.squares import SquareForm
 from data.tokenizer import Tokenizer
 
 TAG = "<image>"  # where a picture is in a text
@@ -38,12 +39,19 @@ class PictureTokens(NamedTuple):
     begin: int
     placeholder: int
     end: int
-    count: int  # K
+    count: int  # K, the most of a picture
     margin: str = ""  # text before and after them
+    squares: SquareForm | None = None  # where pictures have fewer by their sizes
 
-    def around(self) -> list[int]:
-        """The tokens of a picture."""
-        return [self.begin, *[self.placeholder] * self.count, self.end]
+    def around(self, count: int = 0) -> list[int]:
+        """The tokens of a picture with so many placeholders; 0: K."""
+        return [self.begin, *[self.placeholder] * (count or self.count), self.end]
+
+    def counts(self, pictures: Sequence[Any], where: str) -> list[int]:
+        """The placeholders of each picture. Raises DataError if one can't be read."""
+        if self.squares is None:
+            return [self.count] * len(pictures)
+        return [tokens_of(one, self.squares, where) for one in pictures]
 
 
 OF_BYTES = PictureTokens(begin=381, placeholder=383, end=382, count=4)  # of our byte models
@@ -127,8 +135,9 @@ def encoded(
     if isinstance(before, str):
         texts = map(tokenizer.with_margins, (before, learned))
         checked = json.dumps([*texts, *context], ensure_ascii=False).encode(errors="replace")
+    counts = picture.counts(pictures, where)
     for document in conversations.documents(checked, tokenizer, where):
-        tokens, is_target, found = expanded(document, tokenizer.mark, picture)
+        tokens, is_target, found = expanded(document, tokenizer.mark, picture, counts)
         if found > count or (found < count and kind == PAIRS):
             raise _lost_place(where)
         size = conversations.target_bytes(document, tokenizer)
@@ -155,14 +164,21 @@ def _lost_place(where: str) -> DataError:
 
 
 def expanded(
-    document: conversations.Document, mark: np.ndarray, picture: PictureTokens
+    document: conversations.Document,
+    mark: np.ndarray,
+    picture: PictureTokens,
+    counts: Sequence[int],
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """(tokens and targets of a document with pictures for their marks, the number of pictures)."""
+    """(tokens and targets of a document with pictures for their marks, the number of pictures).
+
+    Args:
+      counts: the placeholders of the pictures; of more marks than these, K.
+    """
     tokens, is_target = [], []
     found = position = 0
     while position < len(document.tokens):
         if np.array_equal(document.tokens[position : position + len(mark)], mark):
-            around = picture.around()
+            around = picture.around(counts[found] if found < len(counts) else 0)
             tokens += around
             is_target += [False] * len(around)
             position += len(mark)
@@ -203,7 +219,8 @@ def asked(
     else:
         tokens = tokenizer.prompt(tokenizer.with_margins(row["prompt"]))
     document = conversations.Document(tokens, np.zeros(len(tokens), bool))
-    tokens, _, found = expanded(document, tokenizer.mark, picture)
+    counts = picture.counts(pictures, where)
+    tokens, _, found = expanded(document, tokenizer.mark, picture, counts)
     if found != len(pictures):
         raise _lost_place(where)
     return Prompt(tokens, tuple(pictures))

@@ -6,6 +6,8 @@ load("rows.jsonl")  # rows of a JSON Lines or Parquet file, or hf:NAME
 Rows (picture_rows.py) are conversations or prompts, with pictures (picture_files.py), which are read
 and resized for their batch. Each row of a batch is one document, padded.
 
+Pictures have one size, or grids of squares by their aspect ratio (squares.py).
+
 Shapes: B rows, T tokens, M slots of a row, W height and width of a picture, C channels.
 """
 
@@ -19,16 +21,20 @@ import numpy as np
 from data import DataError, images, picture_files, picture_rows
 from data.batches import Dataset, Example, Rows
 from data.picture_rows import MARK, OF_BYTES, PictureRow, PictureTokens
+from data.squares import SquareForm
 from data.tokenizer import BYTES, Tokenizer
 
 WHICH, LARGER = "Which digit is this? ", "Which is larger, the first or the second? "
 
 
 class Pictured(Rows):
-    """Examples {"tokens", "targets", "segment_ids": int32 [T], "images": uint8 [M, W, W, C]}."""
+    """Examples {"tokens", "targets", "segment_ids": int32 [T], "images": uint8 [M, W, W, C]}.
+
+    Of grids of squares, as SquareForm.arrays.
+    """
 
     def __init__(
-        self, rows: Sequence[PictureRow], seq_len: int, slots: int, form: images.Form, dataset: str
+        self, rows: Sequence[PictureRow], seq_len: int, slots: int, form: images.AnyForm, dataset: str
     ):
         self.rows = rows
         self.seq_len = seq_len
@@ -45,27 +51,28 @@ class Pictured(Rows):
 
     def example(self, row: PictureRow) -> Example:
         """A row with its pictures; what follows the document is a segment of its own."""
-        T, W, C = self.seq_len, self.form.size, self.form.channels
+        T = self.seq_len
         length = len(row.tokens)
         tokens_T = np.zeros(T, np.int32)
         tokens_T[:length] = row.tokens
         targets_T = np.full(T, -1, np.int32)
         targets_T[: length - 1] = np.where(row.is_target[1:], row.tokens[1:], -1)
-        images_MWWC = np.zeros((self.slots, W, W, C), np.uint8)
-        for slot, picture in enumerate(row.pictures):
-            images_MWWC[slot] = picture_files.pixels_of(picture, self.form, self.dataset, row.where)
+        pixels = [
+            picture_files.pixels_of(picture, self.form, self.dataset, row.where)
+            for picture in row.pictures
+        ]
         segments_T = (np.arange(T) >= length).astype(np.int32)
         return {
             "tokens": tokens_T, "targets": targets_T, "segment_ids": segments_T,
-            "images": images_MWWC,
+            **self.form.arrays(pixels, self.slots),
         }  # fmt: skip
 
 
-def empty_row(seq_len: int, slots: int, image_size: int, channels: int) -> Example:
+def empty_row(seq_len: int, slots: int, form: images.AnyForm) -> Example:
     """An example that does not count."""
     zeros = np.zeros(seq_len, np.int32)
-    empty = np.zeros((slots, image_size, image_size, channels), np.uint8)
-    return {"tokens": zeros, "targets": zeros - 1, "segment_ids": zeros, "images": empty}
+    pictures = form.arrays((), slots)
+    return {"tokens": zeros, "targets": zeros - 1, "segment_ids": zeros, **pictures}
 
 
 def load(
@@ -78,8 +85,11 @@ def load(
     picture: PictureTokens = OF_BYTES,
     seed: int = 0,
     part: str = "held_out",
+    patch: int = 1,
+    pooling: int = 0,
+    picture_tokens: int = OF_BYTES.count,
 ) -> Dataset:
-    """Loads rows with pictures of image_size × image_size pixels.
+    """Loads rows with pictures of image_size × image_size pixels, or of squares.
 
     Args:
       seq_len: T; every row has to fit.
@@ -87,13 +97,20 @@ def load(
       picture: the tokens of a picture, a model's own.
       part: "held_out": a tenth of the rows, or a test split, is held out; "all": every row is, to
         evaluate on.
+      patch, pooling: above 0: pictures are grids of squares of patch · pooling pixels.
+      picture_tokens: the most of these.
 
     Raises DataError if there is no such dataset, a row has another form, its number of pictures is
       another than that of their places, or a picture can't be read.
     """
-    form = images.Form(image_size, channels, resample)
+    form: Any = images.Form(image_size, channels, resample)
+    if pooling:
+        form = SquareForm(patch * pooling, picture_tokens, channels, resample)
+        picture = picture._replace(count=picture_tokens, squares=form)
+        image_size = form.grid(1, 1)[1] * form.side  # of the digits, which are square
     if dataset == "digits":
-        rows, held_out = _digits(form, tokenizer, picture, seed, shifted=part != "all")
+        size = images.Form(image_size, channels, resample)
+        rows, held_out = _digits(size, tokenizer, picture, seed, shifted=part != "all")
     else:
         rows, held_out = picture_rows.read(dataset, tokenizer, picture)
     if part == "all":
@@ -119,7 +136,7 @@ def load(
     return Dataset(
         train=Pictured(rows, seq_len, slots, form, dataset),
         held_out=Pictured(held_out, seq_len, slots, form, dataset),
-        filler=empty_row(seq_len, slots, image_size, channels),
+        filler=empty_row(seq_len, slots, form),
         unit="tokens",
         units=seq_len,
         config={},

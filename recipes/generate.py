@@ -35,7 +35,7 @@ from recipes.common.generation.generation_config import (
 )
 from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.generation.int8_weights import to_int8, weights_flag
-from recipes.common.generation.questions import Question, pixels_of, questions, rows_to_answer
+from recipes.common.generation.questions import Question, pictures_of, questions, rows_to_answer
 from recipes.common.report import kernel, report
 from recipes.common.runtime import Devices, UserError, flag, make_mesh, print0, processes
 from recipes.common.runtime.flags import refuse_unused
@@ -228,7 +228,7 @@ def answer(generator: Generator, question: Question, limit: Limit) -> str:
     tokens: list[int] = []
     show(question.begins)
     new = limit.new_tokens(question)
-    for (token,) in generator([question.tokens], new, images=pixels_of([question])):
+    for (token,) in generator([question.tokens], new, pictures=pictures_of([question])):
         tokens.append(int(token))
         show(stream.put(tokens[-1]))
     show(stream.rest() + "\n")
@@ -247,7 +247,7 @@ def answer_all(
         group = asked[first : first + flags.batch_size]
         most = [limit.new_tokens(question) for question in group]
         tokens_of_group = [one.tokens for one in group]
-        steps = list(generator(tokens_of_group, max(most), first, images=pixels_of(group)))
+        steps = list(generator(tokens_of_group, max(most), first, pictures=pictures_of(group)))
         for question, tokens, room in zip(group, np.stack(steps, axis=1), most, strict=True):
             tokens = tokens[:room]
             written = tokens[tokens >= 0]

@@ -62,6 +62,13 @@ class Config(gemma3.Config):
     std: tuple[float, ...] = (0.5, 0.5, 0.5)  # inputs are (pixel - mean) / std
     resample: str = "bilinear"  # filter that resizes pictures
 
+    span_kinds: ClassVar = None  # positions of a picture see each other in layers of all kinds
+
+    @property
+    def patches(self) -> int:
+        """The patches of a picture."""
+        return (self.image_size // self.patch) ** 2
+
     def __post_init__(self):
         super().__post_init__()
         if self.image_size % self.patch:

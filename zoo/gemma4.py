@@ -39,10 +39,10 @@ from .experts.expert_strategies import EXPERT_DECODER, expert_rules
 from .experts.mixture import EXPERT_REMAT, check_experts
 from .experts.normed import NormedExperts, rms_normed
 from .kernels.shared import soft_cap
-from .options import shared_keys, unlike_layers
+from .options import layer_embeddings, shared_keys, unlike_layers
 from .options.cache import ATTENTION, SLIDING
 from .options.compute_options import ComputeOptions
-from .options.layer_embeddings import COLUMNS, LayerEmbedding, LayerEmbeddings
+from .options.layer_embeddings import COLUMNS, LayerEmbedding
 from .options.rope_scaling import Proportional
 
 READS = shared_keys.READS
@@ -290,24 +290,13 @@ class Gemma4(Decoder):
     """Tokens in, next-token logits out, within ±logits_soft_cap if there is one."""
 
     axes = AXES
+    make_tables = layer_embeddings.make_tables
     make_layers = unlike_layers.make_layers
+    begin = layer_embeddings.begin
     run_layers = shared_keys.run_layers
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         super().__init__(config, Layer, rngs=rngs)
-
-    def make_tables(self, config: Config, rngs: nnx.Rngs) -> None:
-        super().make_tables(config, rngs)
-        embeds = config.layer_embed > 0
-        self.layer_embeddings = LayerEmbeddings(config, rngs=rngs) if embeds else None
-
-    def begin(self, tables, tokens_BT, inputs):
-        """`Decoder.begin`; with embeddings of the layers, a pair of x_BTD and these, [L, B, T, P]."""
-        x_BTD = self.embed_tokens(tables, tokens_BT, inputs)
-        if self.layer_embeddings is None:
-            return x_BTD, None
-        embedded_LBTP = self.layer_embeddings(x_BTD, tokens_BT, self.config, self.axes)
-        return (x_BTD, embedded_LBTP), None
 
     def embed_tokens(self, tables, tokens_BT, inputs) -> jax.Array:
         return super().embed_tokens(tables, tokens_BT, inputs) * math.sqrt(self.config.embed)

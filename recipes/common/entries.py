@@ -30,6 +30,7 @@ ENTRIES = {  # name of the zoo file and of the recipe → Entry
     "gemma3_vision": Entry("Gemma3Vision", "data.pictured", "nats a token"),
     "gpt_oss": Entry("GptOss", "data.text", "nats a token"),
     "gemma4": Entry("Gemma4", "data.text", "nats a token"),
+    "gemma4_vision": Entry("Gemma4Vision", "data.pictured", "nats a token"),
     "deepseek": Entry("DeepSeek", "data.text", "nats a token"),
     "qwen3_next": Entry("Qwen3Next", "data.text", "nats a token"),
     "hybrid": Entry("Hybrid", "data.text", "nats a token"),

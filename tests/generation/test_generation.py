@@ -503,7 +503,7 @@ def test_a_gpt_oss_folder_s_own_template_asks_it(inside, tmp_path, monkeypatch):
     hf.write(tmp_path / "oss", "gpt_oss", config, 128, read, tokens)
     assert (tmp_path / "oss" / "chat_template.jinja").read_text() == small_tokenizers.HARMONY
 
-    def write(self, prompts, max_new_tokens, first=0, images=None):
+    def write(self, prompts, max_new_tokens, first=0, pictures=None):
         asked.extend(prompts)
         yield from tokens.encode_rendered("<|channel|>final<|message|>Hello.<|return|>")[:, None]
 

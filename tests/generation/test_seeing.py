@@ -80,14 +80,15 @@ def test_answers_with_a_cache_are_those_without(mesh, rules, quick):
     layout, variables = restored(mesh, rules)
     images = drawn(layout.config)
     ahead = Generator(layout, layout.variables(), Sampling(), (), layout.config.vocab_size)
-    ahead.compile([len(prompt) for prompt in PROMPTS], NEW, images)
+    pictures = [{"images": x} for x in images]
+    ahead.compile([len(prompt) for prompt in PROMPTS], NEW, pictures)
     generator = ahead.with_variables(variables)
     prompts = [np.array(prompt) for prompt in PROMPTS]
-    found = np.stack(list(generator(prompts, NEW, images=images)), axis=1)
+    found = np.stack(list(generator(prompts, NEW, pictures=pictures)), axis=1)
     assert found.tolist() == uncached()
     assert len(generator._compiled) == 2, "each program once, before there are variables"
-    blank = [np.zeros_like(x) for x in images]
-    other = np.stack(list(generator(prompts, NEW, images=blank)), axis=1)
+    blank = [{"images": np.zeros_like(x)} for x in images]
+    other = np.stack(list(generator(prompts, NEW, pictures=blank)), axis=1)
     assert other[1].tolist() == found[1].tolist()
     assert other.tolist() != found.tolist(), "the pictures matter"
 
@@ -128,13 +129,13 @@ def ask(tmp_path, monkeypatch):
 def test_pictures_come_first_or_where_the_prompt_says(ask):
     (first,) = ask(image="a.png,b.png", prompt="Which?")
     assert first.tokens.tolist() == [256, *K, *K, *b"Which?"]
-    assert first.pixels[:, 0, 0, 0].tolist() == [10, 200]
+    assert first.pictures["images"][:, 0, 0, 0].tolist() == [10, 200]
     assert first.begins == "Which?"
     (placed,) = ask(image="b.png", prompt="Is <image>dark?")
     assert placed.tokens.tolist() == [256, *b"Is ", *K, *b"dark?"]
     (without,) = ask(prompt="Hi")
     assert without.tokens.tolist() == [256, *b"Hi"]
-    assert without.pixels.shape == (0, 8, 8, 1)
+    assert without.pictures["images"].shape == (0, 8, 8, 1)
 
 
 def test_rows_of_prompts_name_their_pictures(ask, tmp_path):
@@ -145,7 +146,7 @@ def test_rows_of_prompts_name_their_pictures(ask, tmp_path):
     seen, text = ask(prompts="rows/rows.jsonl")
     assert seen.row == row, "as it is written to --out"
     assert seen.tokens.tolist() == [256, *K, *b"?"]
-    assert seen.pixels[:, 0, 0, 0].tolist() == [200]
+    assert seen.pictures["images"][:, 0, 0, 0].tolist() == [200]
     assert text.tokens.tolist() == [256, *b"Hi"]
 
 

@@ -53,6 +53,7 @@ FAMILY_CASES = {
         "data=2,seq=2,expert=2": ["fsdp_ep_cp"],
         "data=2,pipe=2,expert=2": ["fsdp_ep_pp"],
     },
+    "gemma4_vision": {"4x2": ["fsdp_tp_sp"], "data=2,seq=2,model=2": ["fsdp_cp_tp"]},
     "deepseek": {
         "4x2": ["fsdp_tp"],
         "1x8": ["fsdp_tp"],

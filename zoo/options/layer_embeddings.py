@@ -1,7 +1,8 @@
 """Embeddings of tokens that each layer has for itself (Gemma 4 E2B and E4B).
 
 One table has the embeddings of all layers, so a token is looked up once. Each is combined with a
-projection of the token's first embedding, and gated by the layer that it is for.
+projection of the token's first embedding, and gated by the layer that it is for. A model takes
+`make_tables` and `begin` as methods.
 
 Shapes: B batch, T positions, D embed, P layer embed, V vocab, L layers, C columns of the table (L · P),
 M positions of several devices.
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core.decoder import Decoder
 from ..core.layers import RMSNorm, gather_positions, multiply, sublayer_input
 from ..core.sharding import (
     AxisNames, cast, constrain, mesh_axes, param, per_device, reshape, shards,
@@ -20,6 +22,32 @@ from ..core.sharding import (
 
 
 COLUMNS = "layer_columns"  # the logical axis of C
+
+
+# ---- methods of a model --------------------------------------------------------------------------
+
+
+def make_tables(self, config, rngs: nnx.Rngs) -> None:
+    """`Decoder.make_tables`; layers embed tokens where config.layer_embed says so."""
+    Decoder.make_tables(self, config, rngs)
+    self.layer_embeddings = LayerEmbeddings(config, rngs=rngs) if config.layer_embed else None
+
+
+def begin(self, tables, tokens_BT, inputs, words_BT=None):
+    """`Decoder.begin`; with embeddings of the layers, a pair of x_BTD and these, [L, B, T, P].
+
+    Args:
+      words_BT: the tokens that the layers embed; None: tokens_BT.
+    """
+    x_BTD = self.embed_tokens(tables, tokens_BT, inputs)
+    if self.layer_embeddings is None:
+        return x_BTD, None
+    words_BT = tokens_BT if words_BT is None else words_BT
+    embedded_LBTP = self.layer_embeddings(x_BTD, words_BT, self.config, self.axes)
+    return (x_BTD, embedded_LBTP), None
+
+
+# ---- the embeddings ------------------------------------------------------------------------------
 
 
 class LayerEmbeddings(nnx.Module):

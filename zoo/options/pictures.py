@@ -1,6 +1,7 @@
 """Rows of tokens with pictures: a tower that runs on all devices, and the way of its tokens to their rows.
 
 A batch has slots for M pictures a row. Each run of K placeholders in a row stands for its next picture.
+Pictures whose sizes differ have grids, and fewer tokens than K: as many as rows times columns.
 The tower runs data-parallel over *all* devices of the mesh, whatever the decoder's rules are:
 
     images [B_data, M, W, W, C]      devices that share rows hold these rows' pixels anyway
@@ -14,9 +15,10 @@ reduce-scatter of the tokens' gradients. Textbook: with N devices in `others` an
 device receives (N - 1) / N · B / data · M · K · E · b bytes, and sends as many backward; none under FSDP
 alone, where each device has rows of its own. Where no row of a batch has a picture, the tower is skipped.
 
-The functions are methods of a Decoder with a field `vision`, a parts/picture_tokens.py, whose Config has
-`image_token`, `picture_tokens` and `freeze_tower`. Gradients, generation and pipelines then see a view of the model: the
-pictures' tokens, as a table, in place of the tower.
+The functions are methods of a Decoder with a field `vision`, of parts/picture_tokens.py or square_tokens.py,
+whose Config has `image_token`, `picture_tokens`, `freeze_tower` and `span_kinds`, the kinds of layers in which
+positions of a picture see each other (None: all). Gradients, generation and pipelines then see a view of the
+model: the pictures' tokens, as a table, in place of the tower.
 
 Shapes: B batch, T positions, M slots of a row, W height and width of a picture, C channels, G shards of B,
 S slots of a shard, P pictures, K tokens of a picture, E embed, R shards of B and T.
@@ -44,23 +46,25 @@ OTHERS = "picture_others"  # those that share rows
 # ---- methods of a model --------------------------------------------------------------------------
 
 
-def call(self, tokens_BT, segment_ids_BT=None, images=None) -> jax.Array:
-    """`Decoder.__call__`; images: as in `loss`."""
+def call(self, tokens_BT, segment_ids_BT=None, images=None, grids=None) -> jax.Array:
+    """`Decoder.__call__`; images, grids: as in `loss`."""
     check_rules(self.axes.logical_axes)
-    model, tokens_BT = with_pictures(self, tokens_BT, images)
+    model, tokens_BT = with_pictures(self, tokens_BT, images, grids)
     return Decoder.__call__(model, tokens_BT, segment_ids_BT)
 
 
-def loss(self, tokens, targets, segment_ids=None, images=None):
+def loss(self, tokens, targets, segment_ids=None, images=None, grids=None):
     """`Decoder.loss` of rows with pictures. Placeholders are no targets.
 
     Args:
-      images: [B, M, W, W, C], uint8; a row's pictures in the order of its placeholders, then empty
+      images: [B, M, ...], uint8; a row's pictures in the order of its placeholders, then empty
         slots. None: a batch of texts, whose program has no tower.
+      grids: [B, M, 2], int32, of pictures whose sizes differ: the rows and columns of their tokens;
+        (0, 0): an empty slot.
     """
     check_rules(self.axes.logical_axes)
     targets = jnp.where(targets == self.config.image_token, -1, targets)
-    model, tokens = with_pictures(self, tokens, images)
+    model, tokens = with_pictures(self, tokens, images, grids)
     return Decoder.loss(model, tokens, targets, segment_ids)
 
 
@@ -87,7 +91,8 @@ def inputs_of(self, batch: Batch, **more) -> Any:
         return inputs
     config = self.config
     place_BT = batch.tokens - config.vocab_size
-    return with_spans(inputs, place_BT // config.picture_tokens, config.picture_tokens)
+    K = config.picture_tokens
+    return with_spans(inputs, place_BT // K, K, config.span_kinds)
 
 
 def embed_tokens(self, tables, tokens_BT, inputs, scale: float = 1.0) -> jax.Array:
@@ -109,13 +114,15 @@ def frozen(self) -> tuple[str, ...]:
 # ---- the tower on all devices --------------------------------------------------------------------
 
 
-def with_pictures(model: Any, tokens_BT: jax.Array, images: jax.Array | None) -> tuple[Any, Any]:
+def with_pictures(
+    model: Any, tokens_BT: jax.Array, images: jax.Array | None, grids: jax.Array | None = None
+) -> tuple[Any, Any]:
     """A view of a model that has the tokens of these pictures, and the tokens of the rows.
 
     A placeholder becomes vocab_size + its place among the tokens of its shard's pictures.
 
     Args:
-      images: as in `loss`. None: returns the arguments.
+      images, grids: as in `loss`. None: returns the arguments.
     """
     if images is None:
         return model, tokens_BT
@@ -125,10 +132,13 @@ def with_pictures(model: Any, tokens_BT: jax.Array, images: jax.Array | None) ->
     tokens_BT = constrain(jnp.asarray(tokens_BT), "batch", None)  # whole rows, of numbers alone
     is_picture_BT = tokens_BT == config.image_token
     number_BT = jnp.minimum(jnp.cumsum(is_picture_BT, axis=1), M * K) - 1
+    if grids is not None:
+        number_BT = jnp.minimum(after_filled_slots(number_BT, grids, K), M * K - 1)
     row_B1 = (jnp.arange(B) % (B // shards("batch")))[:, None]  # of the shard
     place_BT = config.vocab_size + row_B1 * M * K + number_BT
     tokens_BT = jnp.where(is_picture_BT, place_BT, tokens_BT).astype(jnp.int32)
-    table_GSE = run_tower(model, images, is_picture_BT.any())
+    pictures = images if grids is None else (images, grids)
+    table_GSE = run_tower(model, pictures, is_picture_BT.any())
     view = jax.tree.map(lambda x: x, model)
     view.vision = None
     view.picture_table = nnx.data(
@@ -137,9 +147,25 @@ def with_pictures(model: Any, tokens_BT: jax.Array, images: jax.Array | None) ->
     return view, tokens_BT
 
 
-def run_tower(model: Any, images: jax.Array, has_any: jax.Array) -> jax.Array:
-    """The tokens of all slots, [G, S · K, E]: each shard of B has those of its rows."""
-    B, M, *size = images.shape
+def after_filled_slots(number_BT: jax.Array, grids_BM2: jax.Array, tokens: int) -> jax.Array:
+    """The places of a row's placeholders where each picture has `tokens` places, used or not.
+
+    Args:
+      number_BT: the numbers of placeholders in their row.
+    """
+    counts_BM = constrain(jnp.asarray(grids_BM2), "batch", None, None).prod(axis=-1)
+    ends_BM = jnp.cumsum(counts_BM, axis=1)
+    is_later_BTM = number_BT[:, :, None] >= ends_BM[:, None]
+    return number_BT + jnp.where(is_later_BTM, (tokens - counts_BM)[:, None], 0).sum(axis=-1)
+
+
+def run_tower(model: Any, pictures: Any, has_any: jax.Array) -> jax.Array:
+    """The tokens of all slots, [G, S · K, E]: each shard of B has those of its rows.
+
+    Args:
+      pictures: what model.vision reads: an array [B, M, ...], or several.
+    """
+    B, M = jax.tree.leaves(pictures)[0].shape[:2]
     G = shards("batch")
     S = B // G * M
     rows = mesh_axes("batch", manual=True)
@@ -148,16 +174,24 @@ def run_tower(model: Any, images: jax.Array, has_any: jax.Array) -> jax.Array:
     spread = dict.fromkeys(rules) | {"batch": (*rows, *others), ROWS: rows, OTHERS: others}
     with nnx.logical_axis_rules(tuple((spread if rules else {}).items())):
         N = shards(OTHERS)
-        empty = [None] * len(size)
-        images = constrain(jnp.asarray(images), ROWS, None, *empty)
-        images = reshape(images, (G, S, *size), ROWS, None, *empty)
-        images = jnp.pad(images, ((0, 0), (0, -S % N), *[(0, 0)] * len(size)))
-        images = constrain(images, ROWS, OTHERS, *empty)
-        padded = images.shape[1]
-        images_PWWC = reshape(images, (G * padded, *size), "batch", *empty)
+        padded = S + -S % N
+
+        def spread_out(x):
+            """[B, M, ...] → [P, ...]."""
+            size = x.shape[2:]
+            empty = [None] * len(size)
+            x = constrain(jnp.asarray(x), ROWS, None, *empty)
+            x = reshape(x, (G, S, *size), ROWS, None, *empty)
+            x = jnp.pad(x, ((0, 0), (0, padded - S), *[(0, 0)] * len(size)))
+            x = constrain(x, ROWS, OTHERS, *empty)
+            return reshape(x, (G * padded, *size), "batch", *empty)
+
         vision = with_whole_vectors(model.vision, model.axes)
         tokens_PKE = jax.lax.cond(
-            has_any, lambda images: vision(images, model.axes), empty_like(model), images_PWWC
+            has_any,
+            lambda pictures: vision(pictures, model.axes),
+            empty_like(model),
+            jax.tree.map(spread_out, pictures),
         )
         if model.config.freeze_tower:  # its backward pass is left out
             tokens_PKE = jax.lax.stop_gradient(tokens_PKE)
@@ -187,8 +221,8 @@ def empty_like(model: Any):
     """A function of pictures that returns zeros as their tokens."""
     config = model.config
 
-    def zeros(images_PWWC):
-        shape = (len(images_PWWC), config.picture_tokens, config.embed)
+    def zeros(pictures):
+        shape = (len(jax.tree.leaves(pictures)[0]), config.picture_tokens, config.embed)
         return constrain(jnp.zeros(shape, config.dtype), "batch", None, None)
 
     return zeros

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.attention import AttentionInputs, RowLayout
+from ..core.layers import AttentionType
 from ..core.sharding import constrain
 from ..kernels.choice import RING, SPANS
 from ..kernels.shared import Settings, joined
@@ -24,14 +25,23 @@ NO_QUERY = 2**31 - 1  # ids in the reverse pass of positions outside of spans, w
 NO_KEY = 2**31 - 2
 
 
-def with_spans(inputs: AttentionInputs, spans_BT: jax.Array, length: int) -> AttentionInputs:
+def with_spans(
+    inputs: AttentionInputs,
+    spans_BT: jax.Array,
+    length: int,
+    kinds: tuple[AttentionType, ...] | None = None,
+) -> AttentionInputs:
     """Inputs of attention with spans.
 
     Args:
       spans_BT: int; the number of the span that a position is in, below 0: none. The spans of a
         segment that are within `length` positions have numbers that differ by less than CODES - 1.
       length: the most positions of a span.
+      kinds: those of the layers that have spans; others are causal. None: all.
     """
+    if kinds == ():
+        return inputs
+    plain = inputs
     segments_BT = inputs.segment_ids_BT
     if segments_BT is None:
         segments_BT = jnp.zeros_like(spans_BT)
@@ -40,7 +50,22 @@ def with_spans(inputs: AttentionInputs, spans_BT: jax.Array, length: int) -> Att
     codes_BT = jnp.where(spans_BT < 0, 0, spans_BT % (CODES - 1) + 1)
     ids_BT = (segments_BT * CODES + codes_BT).astype(jnp.int32)
     layout = span_layout(inputs.layout, length)
-    return dataclasses.replace(inputs, segment_ids_BT=ids_BT, layout=layout)
+    inputs = dataclasses.replace(inputs, segment_ids_BT=ids_BT, layout=layout)
+    if kinds is None:
+        return inputs
+    return SomeSpans(**vars(inputs), kinds=kinds, causal_inputs=plain)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SomeSpans(AttentionInputs):
+    """Inputs of attention with spans in layers of some kinds."""
+
+    kinds: tuple[AttentionType, ...]
+    causal_inputs: AttentionInputs  # of other layers
+
+    def attend(self, q_BTNH, k_BTKH, v_BTKH, kind, cache_index=None, **scores) -> jax.Array:
+        attend = super().attend if kind in self.kinds else self.causal_inputs.attend
+        return attend(q_BTNH, k_BTKH, v_BTKH, kind, cache_index, **scores)
 
 
 @dataclasses.dataclass(frozen=True)

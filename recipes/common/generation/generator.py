@@ -68,6 +68,9 @@ def kept_logits(logits_BV: jax.Array, top_k: int, top_p: float) -> jax.Array:
     return logits_BV
 
 
+Pictures = list[dict[str, np.ndarray]]  # of each row, arrays of a batch
+
+
 def cap_windows(config: Any, most: int) -> Any:
     """A decoder's config whose windows are limited to `most` positions; a state has no window."""
     if config.layer_kinds:
@@ -125,24 +128,24 @@ class Generator:
         return other
 
     def compile(
-        self, lengths: list[int], max_new_tokens: int, images: list[np.ndarray] | None = None
+        self, lengths: list[int], max_new_tokens: int, pictures: Pictures | None = None
     ) -> None:
         """Compiles both programs for prompts of these lengths, before a call needs them.
 
         Args:
-          images: as in a call.
+          pictures: as in a call.
         """
         shape = B, T, _ = self._shape(lengths, max_new_tokens)
         tokens_BT = np.zeros((B, T), np.int32)
         per_row_B = np.zeros(B, np.int32)
-        images_BMWWC = _in_slots(images, B)
-        arguments = (tokens_BT, per_row_B, per_row_B, np.int32(0), images_BMWWC)
+        slots = _in_slots(pictures, B)
+        arguments = (tokens_BT, per_row_B, per_row_B, np.int32(0), slots)
         abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             arguments,
-            self._where(tokens_BT, images_BMWWC),
+            self._where(tokens_BT, slots),
         )
-        shape = _with_images(shape, images_BMWWC)
+        shape = _with_pictures(shape, slots)
         prefill = self._program(self._prefill, shape, self._variables, *abstract)
         keys_B, *state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
@@ -155,7 +158,7 @@ class Generator:
         prompts: list[np.ndarray],
         max_new_tokens: int,
         first: int = 0,
-        images: list[np.ndarray] | None = None,
+        pictures: Pictures | None = None,
     ) -> Iterator[np.ndarray]:
         """Yields each row's next token, int32 [len(prompts)], until all rows have ended.
 
@@ -165,14 +168,14 @@ class Generator:
         Args:
           prompts: at least one token each.
           first: number of the first prompt, if several calls share a seed.
-          images: of each prompt, uint8 [pictures, W, W, C], in the order of its placeholders; None: of
-            prompts without pictures.
+          pictures: of each prompt, in the order of its placeholders: arrays of a batch of the model,
+            [pictures, ...]. None: of prompts without pictures.
         """
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         numbers = first + np.arange(len(prompts))
         going = np.ones(len(prompts), bool)
         self.read += sum(map(len, rows))
-        keys_B, *state = self._read(rows, images, numbers, max_new_tokens, 0)
+        keys_B, *state = self._read(rows, pictures, numbers, max_new_tokens, 0)
         decode = self._decode_program(keys_B, state)
         start = time.perf_counter()
         for count in range(1, max_new_tokens + 1):
@@ -201,14 +204,14 @@ class Generator:
                 del state  # with its cache
                 left = max_new_tokens - count
                 those_going = np.where(going, numbers, -1)
-                keys_B, *state = self._read(rows, images, those_going, left, count)
+                keys_B, *state = self._read(rows, pictures, those_going, left, count)
                 decode = self._decode_program(keys_B, state)
         jax.block_until_ready(state)  # simulated devices: at most two programs in flight
 
     def _read(
         self,
         rows: list[np.ndarray],
-        images: list[np.ndarray] | None,
+        pictures: Pictures | None,
         numbers: np.ndarray,
         max_new_tokens: int,
         count: int,
@@ -216,7 +219,7 @@ class Generator:
         """Reads rows in one pass: (their keys, next tokens, their number, a cache).
 
         Args:
-          images: of each row; see a call.
+          pictures: of each row; see a call.
           numbers: the rows' own, for their keys; -1: nothing more is written.
           count: of the tokens that were written before.
         """
@@ -227,11 +230,11 @@ class Generator:
         for b, row in enumerate(rows):
             tokens_BT[b, T - len(row) :] = row
             lengths_B[b] = len(row)
-        images_BMWWC = _in_slots(images, B)
-        where = self._where(tokens_BT, images_BMWWC)
-        arguments = (tokens_BT, lengths_B, rows_B, np.int32(count), images_BMWWC)
+        slots = _in_slots(pictures, B)
+        where = self._where(tokens_BT, slots)
+        arguments = (tokens_BT, lengths_B, rows_B, np.int32(count), slots)
         arguments = jax.device_put(arguments, where)
-        shape = _with_images((B, T, S), images_BMWWC)
+        shape = _with_pictures((B, T, S), slots)
         prefill = self._program(self._prefill, shape, self._variables, *arguments)
         start = time.perf_counter()
         state = jax.block_until_ready(prefill(self._variables, *arguments))
@@ -248,16 +251,15 @@ class Generator:
         S = least_multiple(T + max_new_tokens, layout.seq_shards)  # slots; some may stay empty
         return B, T, S
 
-    def _where(self, tokens_BT: np.ndarray, images_BMWWC: np.ndarray | None) -> tuple[Any, ...]:
+    def _where(self, tokens_BT: np.ndarray, slots: dict[str, np.ndarray]) -> tuple[Any, ...]:
         """Shardings of the prompts' tokens, lengths and numbers, of the tokens' number, and of pictures.
 
         Rows are replicated: each device chooses the next tokens of all rows. Positions are split.
         """
         replicated = self.layout.replicated
         spec = self.layout.batch_shardings(tokens_BT).spec[1:]
-        of_images = None if images_BMWWC is None else replicated
         split = replicated.update(spec=jax.P(None, *spec))
-        return (split, replicated, replicated, replicated, of_images)
+        return (split, replicated, replicated, replicated, dict.fromkeys(slots, replicated))
 
     def _decode_program(self, keys_B: jax.Array, state: list) -> jax.stages.Compiled:
         cache = state[-1]
@@ -280,9 +282,10 @@ class Generator:
             weights += array.nbytes / parts * chosen
         return round(weights), self.cache_bytes
 
-    def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B, number, images_BMWWC):
+    def _prefill(self, S, variables, tokens_BT, lengths_B, rows_B, number, slots):
         model = self.layout.model.merge(variables)
-        model, tokens_BT = with_pictures(model, tokens_BT, images_BMWWC)
+        if slots:
+            model, tokens_BT = with_pictures(model, tokens_BT, **slots)
         logits_BV, cache = zoo_cache.prefill(model, tokens_BT, lengths_B, S)
         keys_B = self.sampling.keys(rows_B)
         return keys_B, self._next(logits_BV, keys_B, rows_B < 0, number), number + 1, cache
@@ -307,20 +310,25 @@ class Generator:
         return self._compiled[key]
 
 
-def _in_slots(images: list[np.ndarray] | None, rows: int) -> np.ndarray | None:
-    """Pictures of each row as uint8 [rows, M, W, W, C], M being the most of a row; None without any."""
-    slots = max(map(len, images or [()]))
-    if not images or not slots:
-        return None
-    images_BMWWC = np.zeros((rows, slots, *images[0].shape[1:]), np.uint8)
-    for slots_MWWC, pictures in zip(images_BMWWC, images, strict=False):
-        slots_MWWC[: len(pictures)] = pictures
-    return images_BMWWC
+def _in_slots(pictures: Pictures | None, rows: int) -> dict[str, np.ndarray]:
+    """Pictures of each row as arrays [rows, M, ...], M being the most of a row; {} without any."""
+    first = {} if not pictures else pictures[0]
+    slots = max(len(array) for of_row in pictures or [] for array in of_row.values()) if first else 0
+    if not slots:
+        return {}
+    made = {
+        name: np.zeros((rows, slots, *array.shape[1:]), array.dtype)
+        for name, array in first.items()
+    }
+    for row, of_row in enumerate(pictures or []):
+        for name, array in of_row.items():
+            made[name][row, : len(array)] = array
+    return made
 
 
-def _with_images(shape: tuple[int, ...], images_BMWWC: np.ndarray | None) -> tuple[int, ...]:
+def _with_pictures(shape: tuple[int, ...], slots: dict[str, np.ndarray]) -> tuple[int, ...]:
     """What a program that reads prompts depends on."""
-    return shape if images_BMWWC is None else (*images_BMWWC.shape, *shape)
+    return tuple(length for array in slots.values() for length in array.shape) + shape
 
 
 def least_multiple(number: int, divisor: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from data import images, picture_files, picture_rows, pictured, sources
 from data.picture_rows import MARK, TAG, PictureTokenizer, PictureTokens, Prompt
+from data.squares import SquareForm
 from data.tokenizer import Tokenizer
 from recipes.common import entries
 from recipes.common.runtime import UserError
@@ -42,7 +43,7 @@ class PromptReader:
 
     tokenizer: PictureTokenizer
     tokens: PictureTokens
-    form: images.Form
+    form: images.AnyForm
 
     def asked(self, row: dict[str, Any], pictures: list[Any], where: str) -> Prompt:
         """A row from `picture_rows.with_marks`, checked. Raises DataError."""
@@ -50,28 +51,32 @@ class PromptReader:
         picture_files.check(((one, where) for one in prompt.pictures), self.form, where)
         return prompt
 
-    def pixels(self, prompt: Prompt, where: str) -> np.ndarray:
-        """uint8 [pictures, W, W, C]. Raises DataError."""
-        size, channels = self.form.size, self.form.channels
+    def pictures(self, prompt: Prompt, where: str) -> dict[str, np.ndarray]:
+        """A prompt's pictures as arrays of a batch, [pictures, ...]. Raises DataError."""
         shown = [picture_files.pixels_of(one, self.form, where, where) for one in prompt.pictures]
-        return np.array(shown, np.uint8).reshape(-1, size, size, channels)
+        return self.form.arrays(shown, len(shown))
 
 
 def reader(config: Any, tokenizer: Tokenizer) -> PromptReader:
     """The reader for a model that sees."""
     tokens = tokens_of(config)
-    form = images.Form(config.image_size, config.channels, config.resample)
+    form = tokens.squares or images.Form(config.image_size, config.channels, config.resample)
     return PromptReader(picture_rows.for_pictures(tokenizer, tokens), tokens, form)
 
 
 def tokens_of(config: Any) -> PictureTokens:
     """How a picture becomes tokens of a model."""
+    squares = None
+    if "pooling" in vars(config):  # pictures keep their aspect ratio
+        side = config.patch * config.pooling
+        squares = SquareForm(side, config.picture_tokens, config.channels, config.resample)
     return PictureTokens(
         begin=config.picture_begin,
         placeholder=config.image_token,
         end=config.picture_end,
         count=config.picture_tokens,
         margin=config.picture_margin,
+        squares=squares,
     )
 
 

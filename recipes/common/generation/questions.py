@@ -21,9 +21,8 @@ class Question:
     tokens: np.ndarray
     begins: str = ""  # the text to continue
     where: str = ""  # the row's place in --prompts, for messages
-    pixels: np.ndarray | None = (
-        None  # of its pictures, uint8 [pictures, W, W, C], if the model sees
-    )
+    # Its pictures as arrays of a batch, [pictures, ...], if the model sees.
+    pictures: dict[str, np.ndarray] | None = None
 
     @property
     def after(self) -> np.ndarray:
@@ -113,10 +112,10 @@ def question_with_pictures(
     to_ask = in_chat(to_ask) if flags.chat else to_ask
     prompt = reader.asked(to_ask, pictures, place)
     begins = "" if "messages" in to_ask else flags.prompt or row["prompt"]
-    return Question(row, prompt.tokens, begins, where, reader.pixels(prompt, place))
+    return Question(row, prompt.tokens, begins, where, reader.pictures(prompt, place))
 
 
-def pixels_of(group: list[Question]) -> list[np.ndarray] | None:
+def pictures_of(group: list[Question]) -> list[dict[str, np.ndarray]] | None:
     """The pictures of each question; None if the model sees none."""
-    shown = [question.pixels for question in group if question.pixels is not None]
+    shown = [question.pictures for question in group if question.pictures is not None]
     return shown or None

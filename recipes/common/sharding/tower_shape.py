@@ -12,7 +12,7 @@ PATCHES = "patch_positions"  # the logical axis of the tower's learned positions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TowerShape:
-    """A tower (zoo/parts/picture_tokens.py)."""
+    """A tower (zoo/parts/picture_tokens.py or square_tokens.py)."""
 
     layers: int  # L
     embed: int  # D
@@ -56,7 +56,6 @@ def tower_of(weights: dict[str, tuple], config: Any, trained: bool) -> TowerShap
     queries = next(shape for axes, shape in matrices if HEADS in axes and axes[0] != HEADS)
     hidden = next(shape[1 + axes.index(MLP)] for axes, shape in matrices if MLP in axes)
     patch = next(shape for axes, shape in own.values() if "patch_rows" in axes)
-    patches = next(shape[0] for axes, shape in own.values() if PATCHES in axes)
     ends = [
         math.prod(shape)
         for axes, shape in own.values()
@@ -72,7 +71,7 @@ def tower_of(weights: dict[str, tuple], config: Any, trained: bool) -> TowerShap
         patch=math.prod(patch),
         patch_numbers=math.prod(patch[:-1]),
         projection=sum(ends),
-        patches=patches,
+        patches=config.patches,
         tokens=config.picture_tokens,
         trained=trained,
     )

@@ -23,17 +23,21 @@ def load(
     part: str = "held_out",
 ) -> Dataset:
     """Rows with pictures as examples for a model; see pictured.load. Raises DataError."""
+    shape = {
+        name: vars(config)[name]
+        for name in ("image_size", "patch", "pooling", "picture_tokens")
+        if name in vars(config)
+    }
     return pictured.load(
-        dataset, seq_len, config.image_size, config.channels, config.resample, tokenizer,
-        tokens_of(config), seed, part,
+        dataset, seq_len, channels=config.channels, resample=config.resample, tokenizer=tokenizer,
+        picture=tokens_of(config), seed=seed, part=part, **shape,
     )  # fmt: skip
 
 
 def right_answers(model: Any, batch: Tree) -> Tree:
     """Sums for an Evaluation: rows whose tokens are all answered right, by their number of pictures."""
     right_BT, counted_BT = right_tokens(model, batch)
-    K = model.config.picture_tokens
-    pictures_B = (batch["tokens"] == model.config.image_token).sum(axis=1) // K
+    pictures_B = (batch["tokens"] == model.config.picture_begin).sum(axis=1)
     is_right_B = (right_BT | ~counted_BT).all(axis=1)
     answers_B = counted_BT.any(axis=1)
     kinds = {str(count): pictures_B == count for count in range(SHOWN + 1)}
@@ -48,7 +52,8 @@ def right_answers(model: Any, batch: Tree) -> Tree:
 
 def right_tokens(model: Any, batch: Tree) -> tuple[jax.Array, jax.Array]:
     """(where the likeliest token is the target, where there is a target), bool [B, T]."""
-    logits_BTV = model(batch["tokens"], batch["segment_ids"], batch["images"])
+    pictures = {name: batch[name] for name in model.batch_axes}
+    logits_BTV = model(batch["tokens"], batch["segment_ids"], **pictures)
     guess_BT = logits_BTV.argmax(axis=-1).astype(jnp.int32)
     return guess_BT == batch["targets"], batch["targets"] >= 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from data.batches import Dataset
+from data.squares import joined
 from data.tokenizer import Tokenizer
 from recipes.common.generation.generator import Generator, Sampling, cap_windows
 from recipes.common.runtime import print0
@@ -23,7 +24,7 @@ class Question:
     """A held-out row."""
 
     tokens: np.ndarray  # up to its first answer, pictures included
-    images: np.ndarray  # uint8 [pictures, W, W, C]
+    pictures: dict[str, np.ndarray]  # as in a batch, [pictures, ...]
     answer: np.ndarray  # the tokens of its first answer
 
 
@@ -59,7 +60,7 @@ class Questions:
             print0(f"No answers to show: {self._training.stages} stages of layers can't generate.")
             return
         generator = self._generator().with_variables(state)
-        steps = list(generator(self._prompts, self._most, images=self._images))
+        steps = list(generator(self._prompts, self._most, pictures=self._pictures))
         print0("Held-out questions and the model's answers:")
         for question, tokens in zip(self._questions, np.stack(steps, axis=1), strict=True):
             print0(*lines(question, tokens, generator.end, self._tokenizer, self._training.config))
@@ -69,8 +70,8 @@ class Questions:
         return [question.tokens for question in self._questions]
 
     @property
-    def _images(self) -> list[np.ndarray]:
-        return [question.images for question in self._questions]
+    def _pictures(self) -> list[dict[str, np.ndarray]]:
+        return [question.pictures for question in self._questions]
 
     @property
     def _most(self) -> int:
@@ -82,7 +83,7 @@ class Questions:
         layout = make_layout(self._model, config, training.mesh, training.rules)
         end, vocabulary = tokenizer.end, tokenizer.vocabulary
         generator = Generator(layout, training.variables(), Sampling(), end, vocabulary)
-        generator.compile([len(tokens) for tokens in self._prompts], self._most, self._images)
+        generator.compile([len(tokens) for tokens in self._prompts], self._most, self._pictures)
         return generator
 
 
@@ -92,8 +93,9 @@ def question(row: dict[str, np.ndarray], config: Any) -> Question:
     first = int(np.flatnonzero(is_target)[0])
     length = int(np.argmin(np.append(is_target[first:], False)))
     tokens = row["tokens"][: first + 1]
-    pictures = int((tokens == config.image_token).sum()) // config.picture_tokens
-    return Question(tokens, row["images"][:pictures], row["targets"][first : first + length])
+    count = int((tokens == config.picture_begin).sum())
+    pictures = {name: row[name][:count] for name in ("images", "grids") if name in row}
+    return Question(tokens, pictures, row["targets"][first : first + length])
 
 
 def lines(
@@ -106,20 +108,30 @@ def lines(
         tokenizer.decode(x[(x >= 0) & ~np.isin(x, end)]).strip() for x in (tokens, question.answer)
     )
     verdict = "right" if answer == wanted else f"expected {wanted}"
-    return [*drawn(question.images), f"  {text} {answer} ({verdict})"]
+    return [*drawn(pixels_of(question.pictures)), f"  {text} {answer} ({verdict})"]
 
 
-def drawn(images_MWWC: np.ndarray) -> list[str]:
+def pixels_of(pictures: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The pixels of pictures, each [height, width, C]."""
+    images = list(pictures["images"])
+    if "grids" not in pictures:
+        return images
+    return [joined(*picture) for picture in zip(images, pictures["grids"], strict=True)]
+
+
+def drawn(pictures: list[np.ndarray]) -> list[str]:
     """Small pictures side by side, a character or two for each pixel."""
-    if not len(images_MWWC) or images_MWWC.shape[2] > WIDEST:
+    if not pictures or max(max(pixels.shape) for pixels in pictures) > WIDEST:
         return []
-    grey_MWW = images_MWWC.mean(axis=-1) / 256
-    rows = np.concatenate(list(grey_MWW), axis=1) if len(grey_MWW) == 1 else _beside(grey_MWW)
+    grey = [pixels.mean(axis=-1) / 256 for pixels in pictures]
+    rows = grey[0] if len(grey) == 1 else _beside(grey)
     shades = np.array([*SHADES])[(rows * len(SHADES)).astype(int)]
     return ["  " + "".join(shade * 2 for shade in row).rstrip() for row in shades]
 
 
-def _beside(grey_MWW: np.ndarray) -> np.ndarray:
-    gap = np.zeros((grey_MWW.shape[1], 1))
-    parts = [part for grey_WW in grey_MWW for part in (grey_WW, gap)]
+def _beside(pictures: list[np.ndarray]) -> np.ndarray:
+    """Joins pictures [height, width], the lower ones with empty rows below."""
+    most = max(map(len, pictures))
+    filled = [np.pad(grey, ((0, most - len(grey)), (0, 0))) for grey in pictures]
+    parts = [part for grey in filled for part in (grey, np.zeros((most, 1)))]
     return np.concatenate(parts[:-1], axis=1)
