@@ -87,19 +87,26 @@ def text_tensors(stored: dict[str, Stored], config: Config) -> Selection:
     """Leaves out what the text model doesn't read: towers, and projections of shared layers, which
     published folders have and `transformers` ignores.
     """
+    return without(TOWERS, stored, config, "the zoo has the text model")
+
+
+def without(
+    parts: dict[str, str], stored: dict[str, Stored], config: Config, why: str
+) -> Selection:
+    """Leaves out parts, by how their names begin, and projections of shared layers."""
     first_shared = config.num_layers - config.shared_layers
     read: dict[str, Stored] = {}
     towers = []
     for name, tensor in stored.items():
         short = name.removeprefix("model.")
-        tower = [what for prefix, what in TOWERS.items() if short.startswith(prefix)]
+        tower = [what for prefix, what in parts.items() if short.startswith(prefix)]
         match = KEYS_OF_LAYER.match(vision.canonical(name))
         if tower:
             towers += tower
         elif match is None or int(match[1]) < first_shared:
             read[name] = tensor
-    parts = " and ".join(dict.fromkeys(sorted(towers, reverse=True)))
-    report = f"The parts for {parts} were left out; the zoo has the text model."
+    named = " and ".join(dict.fromkeys(sorted(towers, reverse=True)))
+    report = f"The parts for {named} were left out; {why}."
     return Selection(read, config, report if towers else "")
 
 

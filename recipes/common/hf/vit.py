@@ -157,7 +157,7 @@ def inputs(
       processor: the architecture's own, for files that name none.
       may_crop: whether the entry's pictures may be cut to a square, the field center_crop.
     """
-    file, stored = _processor_keys(folder)
+    file, stored = processor_keys(folder)
     if stored is None:
         return {}
     # null is absent, but for switches, which it turns off.
@@ -206,7 +206,7 @@ def inputs(
     }
 
 
-def _processor_keys(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any] | None]:
+def processor_keys(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any] | None]:
     """The file that says how pictures become inputs, and its keys; None without one."""
     whole = folder / PROCESSOR
     nested = folders.read_json(whole).get("image_processor") if whole.exists() else None

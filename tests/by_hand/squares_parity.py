@@ -1,0 +1,267 @@
+"""Compares Gemma 4 that sees with `transformers`, live. Needs the extra `hf`, and torchvision for 12B's pixels.
+
+    python -m tests.by_hand.squares_parity                  # the comparison
+    python -m tests.by_hand.squares_parity --update-golden  # and tests/golden/pictures anew
+
+- Pixels: pictures of many sizes and modes, as Gemma 4's processor resizes and cuts them.
+- Logits: small random models of each kind, read by us, on rows with pictures of several aspect ratios, two,
+  none and one; what we write gives the same logits in `transformers` again.
+
+`transformers` 5.24 lets positions of 12B's pictures see each other in all layers when it is called, and in
+sliding layers alone when it generates, as in the other models. We do the latter.
+"""
+
+import io
+import json
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+import PIL.Image
+from flax import nnx
+
+import tests.conftest  # noqa: F401, simulates the devices
+from data import images
+from data.squares import SquareForm
+from recipes.common import checkpoint, hf
+from recipes.common.mesh import make_mesh
+from recipes.common.sharding.abstract import paths
+from tests.conftest import ROOT
+from tests.support.hf_families import FULL, GEMMA4, SLIDING, TOLERANCE
+
+GOLDEN = ROOT / "tests" / "golden" / "pictures"
+SIZES = [(896, 896), (37, 91), (1_200, 700), (301, 2_048), (5, 3), (900, 895), (10, 1_400), (4_000, 9)]
+MODES = ("RGB", "L", "RGBA", "P", "CMYK")
+TEXT = GEMMA4 | {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "layer_types": [SLIDING, FULL] * 2,
+    "rms_norm_eps": 0.05,
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 12,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 144,
+    "patch_size": 2, "pooling_kernel_size": 2, "rms_norm_eps": 0.05,
+}  # fmt: skip
+IDS = {"image_token_id": 63, "boi_token_id": 61, "eoi_token_id": 62}
+KINDS = {  # name → config's class, text, vision
+    "gemma4": (  # as E2B, with bounds
+        "Gemma4Config",
+        TEXT | {"hidden_size_per_layer_input": 6, "num_kv_shared_layers": 2, "pad_token_id": 1},
+        TOWER | {"use_clipped_linears": True},
+    ),
+    "gemma4_large": (  # as 31B
+        "Gemma4Config",
+        TEXT | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"},
+        TOWER | {"standardize": True, "pooling_kernel_size": 3, "position_embedding_size": 210},
+    ),
+    "gemma4_unified": (  # as 12B
+        "Gemma4UnifiedConfig",
+        TEXT | {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        {"mm_embed_dim": 24, "mm_posemb_size": 70, "patch_size": 2, "pooling_kernel_size": 2, "output_proj_dims": 24, "rms_norm_eps": 0.05},
+    ),
+}  # fmt: skip
+UNIFIED = "gemma4_unified"
+MOST = 70  # tokens of a picture
+SHAPES = [(30, 22), (5, 40), (200, 2)]  # (width, height) of the rows' pictures: two, none and one
+T = 160
+
+
+def compare_pixels() -> None:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    random = np.random.default_rng(0)
+    count = 0
+    for most in (70, 280, 1_120):
+        theirs = Gemma4ImageProcessorPil(max_soft_tokens=most)
+        form = SquareForm(48, most, 3, "bicubic")
+        for width, height in SIZES:
+            for mode in MODES:
+                picture = PIL.Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+                file = io.BytesIO()
+                picture.convert(mode).save(file, "TIFF" if mode == "CMYK" else "PNG")
+                wanted = theirs(PIL.Image.open(file), return_tensors="np")
+                ours = form.arrays([images.decode(file, form, "", "")], 1)
+                compare_squares(ours, wanted, 16, 3)
+                count += 1
+    print(f"pixels: {count} pictures are equal")
+
+
+def compare_squares(ours: dict[str, np.ndarray], wanted, patch: int, pooling: int) -> None:
+    """Raises AssertionError if one picture's squares have other patches than theirs."""
+    (rows, columns), squares = ours["grids"][0], ours["images"][0]
+    tokens = rows * columns
+    assert tokens == wanted["num_soft_tokens_per_image"][0]
+    by_place = {
+        tuple(place): pixels
+        for place, pixels in zip(wanted["image_position_ids"][0].tolist(), wanted["pixel_values"][0], strict=True)
+        if place != [-1, -1]
+    }  # fmt: skip
+    assert len(by_place) == tokens * pooling**2
+    for (x, y), pixels in by_place.items():
+        square = squares[y // pooling * columns + x // pooling]
+        top, left = y % pooling * patch, x % pooling * patch
+        own = square[top : top + patch, left : left + patch].reshape(-1) / 255
+        assert np.abs(own - pixels).max() < 1e-6
+
+
+def compare_unified_pixels() -> None:
+    """12B's processor alone resizes with torchvision, whose numbers may differ by one of 255."""
+    from transformers.models.gemma4_unified.image_processing_gemma4_unified import (
+        Gemma4UnifiedImageProcessor,
+    )
+
+    random = np.random.default_rng(0)
+    theirs = Gemma4UnifiedImageProcessor()
+    form = SquareForm(48, 280, 3, "bicubic")
+    most = 0.0
+    for width, height in SIZES:
+        picture = PIL.Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+        wanted = theirs(picture, return_tensors="np")
+        ours = form.arrays([form.resized(picture)], 1)
+        tokens = int(wanted["num_soft_tokens_per_image"][0])
+        assert tokens == ours["grids"][0].prod()
+        columns = ours["grids"][0][1]
+        for number, (x, y) in enumerate(wanted["image_position_ids"][0][:tokens].tolist()):
+            own = ours["images"][0, y * columns + x].reshape(-1) / 255
+            most = max(most, float(np.abs(own - wanted["pixel_values"][0, number]).max() * 255))
+    print(f"12B's pixels: {len(SIZES)} pictures differ by at most {most:.1f} of 255")
+    assert most < 1.5
+
+
+def make(kind: str, folder: pathlib.Path):
+    """Writes a `transformers` model whose parameters and buffers are all random."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    name, text, seeing = KINDS[kind]
+    config = getattr(transformers, name)(
+        text_config=text, vision_config=seeing, audio_config=None, **IDS
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            norm = "norm" in path.lower() or "patch_ln" in path
+            weight.copy_(0.15 * torch.randn(weight.shape) + 1.0 * (norm and "bias" not in path))
+        for path, buffer in model.named_buffers():
+            if path.endswith(("layer_scalar", "std_scale")):
+                buffer.copy_(1 + 0.15 * torch.randn(buffer.shape))
+            elif path.endswith("std_bias"):
+                buffer.copy_(0.15 * torch.randn(buffer.shape))
+            elif path.endswith(("_min", "_max")):  # bounds that some numbers exceed
+                size = 0.8 + 0.3 * torch.rand(buffer.shape)
+                buffer.copy_(-size if path.endswith("_min") else size)
+    model.to(torch.float32).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"max_soft_tokens": MOST, "patch_size": 2, "pooling_kernel_size": seeing["pooling_kernel_size"]})
+    )  # fmt: skip
+    return model.eval()
+
+
+def rows_of(form: SquareForm) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(tokens, pictures) of three rows with two pictures, none and one."""
+    random = np.random.default_rng(0)
+    pictures = [
+        form.resized(PIL.Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)))
+        for width, height in SHAPES
+    ]
+    by_row = [form.arrays(shown, 2) for shown in (pictures[:2], (), pictures[2:])]
+    arrays = {name: np.stack([row[name] for row in by_row]) for name in by_row[0]}
+    tokens = random.integers(2, 60, (3, T), np.int32)
+    for row, place, slot in ((0, 3, 0), (0, 76, 1), (2, 50, 0)):
+        count = int(arrays["grids"][row, slot].prod())
+        tokens[row, place : place + count + 2] = [61, *[63] * count, 62]
+    return tokens, arrays
+
+
+def their_logits(kind: str, model, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """In float64: in float32, theirs differ from these as much as ours do."""
+    import torch
+
+    pooling, patch = KINDS[kind][2]["pooling_kernel_size"], 2
+    pixels, places = [], []
+    for row, slots in enumerate(arrays["grids"]):
+        for slot, (rows, columns) in enumerate(slots.tolist()):
+            if rows:
+                values, where = patches_of(arrays["images"][row, slot], rows, columns, patch, pooling, kind)
+                pixels.append(values)
+                places.append(where)  # fmt: skip
+    input_ids = torch.tensor(tokens.astype(np.int64))
+    kinds = (input_ids == 63).long()
+    given = {"mm_token_type_ids": kinds, "attention_mask": torch.ones_like(input_ids)}
+    if kind == UNIFIED:
+        masks = model.create_masks_for_generate(
+            model.config, torch.zeros((*input_ids.shape, 1), dtype=torch.float64), None, None, None, mm_token_type_ids=kinds
+        )  # fmt: skip
+        given["attention_mask"] = masks
+    with torch.no_grad():
+        return model.double()(
+            input_ids=input_ids,
+            pixel_values=torch.tensor(np.stack(pixels)),
+            image_position_ids=torch.tensor(np.stack(places)),
+            use_cache=False,
+            **given,
+        ).logits.numpy()
+
+
+def patches_of(squares, rows: int, columns: int, patch: int, pooling: int, kind: str):
+    """A picture as their processor gives it: row by row, then padding."""
+    side = 1 if kind == UNIFIED else pooling
+    size = patch * pooling // side
+    most = MOST * side**2
+    values, places = np.zeros((most, size * size * 3)), np.full((most, 2), -1)
+    number = 0
+    for y in range(rows * side):
+        for x in range(columns * side):
+            square = squares[y // side * columns + x // side]
+            top, left = y % side * size, x % side * size
+            values[number] = square[top : top + size, left : left + size].reshape(-1) / 255
+            places[number] = x, y
+            number += 1
+    return values, places
+
+
+def compare_logits(kind: str, folder: pathlib.Path, update_golden: bool) -> None:
+    import transformers
+
+    theirs = folder / "theirs"
+    model = make(kind, theirs)
+    source = hf.open_folder(theirs, "gemma4_vision")
+    config = source.config
+    form = SquareForm(config.square, config.picture_tokens, 3, config.resample)
+    tokens, arrays = rows_of(form)
+    wanted = their_logits(kind, model, tokens, arrays)
+    layout = checkpoint.layout_of(source, make_mesh("1x1"), "dp")
+    variables = checkpoint.restore_variables(source, layout)
+    run = nnx.jit(lambda model, tokens, arrays: model(tokens, None, **arrays))
+    ours = np.asarray(run(layout.model.merge(variables), tokens, arrays))
+    error = np.abs(ours - wanted).max()
+    read = {path: np.asarray(x) for tree in variables.values() for path, x in paths(tree).items()}
+    hf.write(
+        folder / "back", "gemma4_vision", config, 128, read.__getitem__,
+        architecture=source.metadata["architecture"],
+    )  # fmt: skip
+    back = transformers.AutoModelForImageTextToText.from_pretrained(folder / "back").eval()
+    again = np.abs(their_logits(kind, back, tokens, arrays) - wanted).max()
+    print(f"{kind}: grids {arrays['grids'].reshape(-1, 2).tolist()}; logits up to {np.abs(wanted).max():.2f} "
+          f"differ by at most {error:.1e}, written back and read by transformers {again:.1e}")  # fmt: skip
+    assert error < TOLERANCE, error
+    assert again == 0
+    if update_golden:
+        target = GOLDEN / kind
+        target.mkdir(parents=True, exist_ok=True)
+        for file in ("config.json", "model.safetensors", "preprocessor_config.json"):
+            (target / file).write_bytes((theirs / file).read_bytes())
+        np.savez_compressed(
+            target / "outputs.npz", tokens=tokens, logits=wanted.astype(np.float32), **arrays
+        )
+
+
+if __name__ == "__main__":
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as place:
+            compare_logits(kind, pathlib.Path(place), "--update-golden" in sys.argv)
+    compare_pixels()
+    compare_unified_pixels()
