@@ -80,7 +80,7 @@ def pixels_of(picture: Any, form: images.AnyForm, dataset: str, where: str) -> n
 
 
 def tokens_of(picture: Any, form: SquareForm, where: str) -> int:
-    """The tokens of a picture by its header. Raises DataError if it has none, and names the row."""
+    """The tokens of a picture by its header. Raises DataError, which names the row."""
     if isinstance(picture, np.ndarray):
         height, width, _ = picture.shape
         return height * width // form.side**2
@@ -95,13 +95,7 @@ def tokens_of(picture: Any, form: SquareForm, where: str) -> int:
     except (OSError, SyntaxError, ValueError):
         raise unreadable(picture, where) from None
     width, height = (height, width) if turned else (width, height)
-    count = form.tokens(width, height)
-    if not count:
-        raise DataError(
-            f"{where}: {_name(picture)} has {width} × {height} pixels, which is too narrow for "
-            f"{form.most} squares of {form.side} pixels; crop it, or leave it out"
-        )
-    return count
+    return form.tokens(width, height)
 
 
 def _too_large(picture: Any, where: str) -> DataError:

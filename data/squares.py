@@ -25,28 +25,26 @@ class SquareForm(NamedTuple):
     resample: str = "bicubic"  # filter to resize with, one of images.FILTERS
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """(rows, columns) of squares of a picture of so many pixels; (0, 0): it is too narrow."""
+        """(rows, columns) of squares of a picture of so many pixels."""
         scale = math.sqrt(self.most * self.side**2 / (width * height))
         rows, columns = (int(scale * pixels / self.side) for pixels in (height, width))
-        if rows == 0 and columns > 0:
-            rows, columns = 1, min(width // height, self.most)
-        elif columns == 0 and rows > 0:
-            rows, columns = min(height // width, self.most), 1
-        return (rows, columns) if rows * columns <= self.most else (0, 0)
+        if not rows:  # as narrow as that, a picture does not keep its aspect ratio
+            return 1, min(max(width // height, 1), self.most)
+        if not columns:
+            return min(height // width, self.most), 1
+        return rows, columns
 
     def resized(self, picture: PIL.Image.Image) -> np.ndarray:
-        """The pixels of a picture: uint8 [R · S, columns · S, channels]. Raises ValueError."""
+        """The pixels of a picture: uint8 [R · S, columns · S, channels]."""
         picture = images.upright(picture, self.channels)
         rows, columns = self.grid(*picture.size)
-        if not rows:
-            raise ValueError("too narrow")
         size = (columns * self.side, rows * self.side)
         if picture.size != size:
             picture = picture.resize(size, images.FILTERS[self.resample])
         return np.asarray(picture).reshape(*size[::-1], self.channels)
 
     def tokens(self, width: int, height: int) -> int:
-        """The tokens of a picture of so many pixels; 0: it is too narrow."""
+        """The tokens of a picture of so many pixels."""
         rows, columns = self.grid(width, height)
         return rows * columns
 

@@ -6,10 +6,11 @@ import struct
 import zlib
 
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
 import pytest
 
-from data import DataError, images, picture_rows, pictured, tokenizer
+from data import DataError, images, picture_rows, pictured, squares, tokenizer
 from data.batches import train_batches
 from tests.support import small_tokenizers
 
@@ -181,3 +182,80 @@ def test_a_picture_divides_a_text_as_a_control_token_does():
     )
     before, after = tokens.encode(["a", "b"])
     assert asked.tokens.tolist() == [*tokens.start, *before, *PICTURE, *after, *PICTURE]
+
+
+# ---- pictures as grids of squares ----------------------------------------------------------------
+
+SQUARES = {"patch": 2, "pooling": 2, "picture_tokens": 6, "channels": 3, "resample": "bicubic"}
+
+
+def colored(width: int, height: int, orientation: int = 1) -> bytes:
+    """A picture without two equal pixels; orientation: as EXIF says how it was held."""
+    pixels = np.arange(width * height * 3, dtype=np.uint32).reshape(height, width, 3) * 7 % 256
+    picture = PIL.Image.fromarray(pixels.astype(np.uint8))
+    exif = PIL.Image.Exif()
+    exif[PIL.ExifTags.Base.Orientation] = orientation
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", exif=exif)
+    return buffer.getvalue()
+
+
+def test_a_picture_has_as_many_placeholders_as_squares(write, tmp_path):
+    """By its own size, also if it was stored on its side; in a row they differ."""
+    sizes = {"wide.png": (24, 8), "line.png": (60, 4), "held.png": (24, 8), "exact.png": (8, 12)}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(colored(*size, orientation=6 if name == "held.png" else 1))
+    images = [*sizes]
+    row = {"prompt": "<image>" * 4, "completion": "a", "images": images}
+    data = pictured.load(write(row, row), seq_len=40, **SQUARES)
+    example = data.train.example(data.train.rows[0])
+    assert example["grids"].tolist() == [[1, 4], [1, 6], [4, 1], [3, 2]]
+    counts = [4, 6, 4, 6]
+    wanted = [x for count in counts for x in (381, *[383] * count, 382)]
+    assert example["tokens"][1 : 1 + len(wanted)].tolist() == wanted
+    assert (example["targets"] == ord("a")).sum() == 1
+    exact = PIL.Image.open(tmp_path / "exact.png")
+    squares = example["images"][3]
+    np.testing.assert_array_equal(squares[3], np.asarray(exact)[4:8, 4:8], "row 1, column 1")
+    assert squares.shape == (6, 4, 4, 3)
+    assert not example["images"][0, 4:].any(), "empty places"
+
+
+def test_the_largest_grid_of_a_picture_is_taken():
+    """At most K squares, and none more would fit; a line of one row or column is cut at K."""
+    for most in (6, 70, 280, 1_120):
+        form = squares.SquareForm(48, most, 3)
+        for width, height in ((896, 896), (37, 91), (1_200, 700), (301, 2_048), (5, 3)):
+            rows, columns = form.grid(width, height)
+            scale = (most * 48**2 / (width * height)) ** 0.5
+            assert 0 < rows * columns <= most
+            if min(rows, columns) > 1:
+                assert 0 <= scale * height / 48 - rows < 1
+                assert 0 <= scale * width / 48 - columns < 1
+        assert form.grid(10_000 * most, 1) == (1, most)
+        assert form.grid(1, 10_000 * most) == (most, 1)
+
+
+def test_joined_squares_are_the_picture():
+    form = squares.SquareForm(4, 6, 3)
+    pixels = form.resized(PIL.Image.open(io.BytesIO(colored(8, 12))))
+    arrays = form.arrays([pixels], 1)
+    np.testing.assert_array_equal(squares.joined(arrays["images"][0], arrays["grids"][0]), pixels)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "line 1: the picture .*x.png does not exist; fix the path, or remove the row"),
+        (b"", "line 1: the picture .*x.png can't be read; replace it, or remove the row"),
+        (of_size(png(3), 40_000, 40_000), "line 1: the picture .*x.png has more than"),
+        (png(3)[:-30], "line 1: the picture .*x.png can't be read; replace it, or remove the row"),
+    ],
+)
+def test_a_mistake_in_a_picture_of_squares_names_its_row(write, tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "x.png").write_bytes(content)
+    row = ROW | {"images": ["x.png", "a.png"]}
+    with pytest.raises(DataError, match=said) as error:
+        pictured.load(write(row, TEXT), seq_len=40, **SQUARES)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,209 @@
+"""Folders of Gemma 4 that see: read whole or as texts alone, and written back bit-equal."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from recipes.common import checkpoint, hf
+from recipes.common.hf import gemma4_vision
+from recipes.common.hf.folder import family_of
+from recipes.common.hf.gemma4_vision import canonical
+from recipes.common.mesh import make_mesh
+from recipes.common.runtime import UserError
+from recipes.common.sharding.abstract import paths
+from tests.conftest import ROOT, full_except
+from tests.support.hf_families import TOLERANCE
+from tests.support.quick import QUICK
+from zoo.gemma4_vision import SIZES
+
+pytestmark = pytest.mark.promise("hugging-face")
+
+# Of transformers' classes: three rows with two pictures, none and one, of three aspect ratios; by
+# tests/by_hand/squares_parity.py. As E2B, 31B and 12B.
+GOLDEN = ROOT / "tests" / "golden" / "pictures"
+KINDS = ("gemma4", "gemma4_large", "gemma4_unified")
+ENTRY = "gemma4_vision"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a golden folder, with changed keys of its config.json or of its processor."""
+
+    def copy(kind="gemma4", processor=False, **changes):
+        target = tmp_path / "theirs"
+        shutil.copytree(GOLDEN / kind, target)
+        file = target / ("preprocessor_config.json" if processor else "config.json")
+        keys = json.loads(file.read_text())
+        for path, value in changes.items():
+            inner, _, name = path.rpartition("__")
+            (keys[inner] if inner else keys)[name] = value
+        file.write_text(json.dumps(keys))
+        return target
+
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "rules"),
+    full_except(
+        [(kind, "1x1", "dp") for kind in KINDS] + [("gemma4_large", "data=2,seq=2", "fsdp_cp")],
+        fast=[],
+        release=[("gemma4_unified", "1x1", "dp")],
+    ),
+)
+def test_logits_are_those_of_transformers(kind, mesh, rules):
+    """Positions of a picture see each other in sliding layers alone, where the config says so."""
+    source = hf.open_folder(GOLDEN / kind, ENTRY)
+    layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
+    variables = checkpoint.restore_variables(source, layout)
+    stored = np.load(GOLDEN / kind / "outputs.npz")
+    rows = {
+        name: np.resize(stored[name], (4, *stored[name].shape[1:]))
+        for name in ("tokens", "images", "grids")
+    }
+
+    def run(variables, tokens, images, grids):
+        return layout.model.merge(variables)(tokens, None, images, grids)
+
+    given = (variables, *rows.values())
+    logits = layout.compile(run, *given, compiler_options=QUICK)(*given)
+    np.testing.assert_allclose(np.asarray(logits)[:3], stored["logits"], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_is_written_back_bit_equal(kind, tmp_path):
+    source = hf.open_folder(GOLDEN / kind, ENTRY)
+    variables = source.read(checkpoint.layout_of(source, make_mesh("1x1"), "dp").variables())
+    arrays = {path: np.asarray(x) for tree in variables.values() for path, x in paths(tree).items()}
+    architecture = source.metadata["architecture"]
+    hf.write(
+        tmp_path / "back", ENTRY, source.config, 128, arrays.__getitem__, architecture=architecture
+    )
+    back = hf.open_folder(tmp_path / "back", ENTRY)
+    assert back.config == source.config
+    assert back.metadata["architecture"] == architecture
+    stored = [
+        safetensors.numpy.load_file(f / "model.safetensors") for f in (GOLDEN / kind, back.path)
+    ]
+    theirs, ours = ({canonical(name): x for name, x in tensors.items()} for tensors in stored)
+    assert theirs.keys() == ours.keys()
+    assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
+    assert all(name == canonical(name) for name in stored[1]), "published names"
+
+
+def test_the_entry_decides_what_is_read():
+    texts, whole = hf.open_folder(GOLDEN / "gemma4"), hf.open_folder(GOLDEN / "gemma4", ENTRY)
+    assert texts.metadata["entry"] == "gemma4"
+    assert whole.metadata["entry"] == ENTRY
+    assert {path for path in paths(whole.shapes()["params"]) if "vision/" not in path} == {
+        *paths(texts.shapes()["params"])
+    }
+    for wanted in (ENTRY, "data.pictured"):  # the entry, or the module of its data
+        found = checkpoint.find(f"hf:{GOLDEN / 'gemma4'}", entry=wanted)
+        assert found.metadata["entry"] == ENTRY
+
+
+def test_the_part_that_hears_is_left_out(folder, capfd):
+    theirs = folder()
+    file = theirs / "model.safetensors"
+    heard = {"model.embed_audio.embedding_projection.weight": np.ones((2, 3), np.float32)}
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | heard, file)
+    assert hf.open_folder(theirs, ENTRY).config == hf.open_folder(GOLDEN / "gemma4", ENTRY).config
+    assert "The parts for audio were left out; the zoo has none." in capfd.readouterr().out
+
+
+VISION = "vision_config"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("gemma4", {VISION: None}, "has vision_config null, which zoo/gemma4_vision.py does not"),
+        ("gemma4", {f"{VISION}__hidden_activation": "gelu"}, 'has hidden_activation "gelu", which'),
+        ("gemma4", {f"{VISION}__model_type": "siglip"}, 'has model_type "siglip", which'),
+        ("gemma4", {f"{VISION}__num_key_value_heads": 1}, "has num_key_value_heads 1, which"),
+        ("gemma4", {f"{VISION}__head_dim": 10}, "has head_dim 10, which"),
+        ("gemma4", {f"{VISION}__attention_bias": True}, "has attention_bias true, which"),
+        ("gemma4", {f"{VISION}__rope_parameters": {"rope_type": "yarn"}}, 'has rope_type "yarn"'),
+        ("gemma4", {f"{VISION}__standardize": 3}, "has standardize 3, which"),
+        ("gemma4", {f"{VISION}__position_embedding_size": 139},
+         "picture_tokens=70 in a line have 140 places, and the table has places=139"),
+        ("gemma4", {"image_token_id": 64}, "image_token=64 must be below vocab_size=64"),
+        ("gemma4", {"text_config__pad_token_id": 64}, "has pad_token_id 64, which"),
+        ("gemma4_unified", {f"{VISION}__output_proj_dims": 32}, "has output_proj_dims 32, which"),
+        ("gemma4_unified", {f"{VISION}__model_patch_size": 5}, "has model_patch_size 5, which"),
+    ],
+)  # fmt: skip
+def test_a_tower_that_we_lack_is_refused(folder, kind, changes, said):
+    with pytest.raises(UserError, match=said):
+        hf.open_folder(folder(kind, **changes), ENTRY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_soft_tokens": 69}, "has max_soft_tokens 69, which"),
+        ({"patch_size": 3}, "has patch_size 3, which"),
+        ({"do_normalize": True}, "has do_normalize true, which"),
+        ({"do_resize": False}, "has do_resize false, which"),
+        ({"rescale_factor": 0.5}, "has rescale_factor 0.5, which"),
+        ({"image_processor_type": "ViTImageProcessor"}, "has image_processor_type"),
+        ({"resample": 9}, "has resample 9, which"),
+    ],
+)
+def test_a_processor_that_we_lack_is_refused(folder, changes, said):
+    with pytest.raises(UserError, match=said):
+        hf.open_folder(folder(processor=True, **changes), ENTRY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"channels": 1}, "can't have channels=1"),
+        ({"picture_tokens": 69}, "can't have picture_tokens=69"),
+        ({"clipped": False, "tower_layers": 0}, "can't have"),  # a unified model has no embeddings of layers
+    ],
+)  # fmt: skip
+def test_a_model_that_no_folder_says_is_refused(changes, said):
+    config = dataclasses.replace(hf.open_folder(GOLDEN / "gemma4", ENTRY).config, **changes)
+    with pytest.raises(UserError, match=said):
+        family_of(ENTRY, config)
+
+
+PUBLISHED = {  # what vision_config of published folders says besides the defaults of `transformers`
+    "e2b": ("gemma4", None, {"use_clipped_linears": True}),
+    "e4b": ("gemma4", None, {"use_clipped_linears": True}),
+    "12b": ("gemma4_unified", "vision", {}),
+    "26b_a4b": ("gemma4", "vision", None),
+    "31b": ("gemma4", "vision", None),
+}
+LARGE = {
+    "hidden_size": 1_152, "intermediate_size": 4_304, "num_hidden_layers": 27, "head_dim": 72,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "standardize": True,
+}  # fmt: skip
+
+
+def test_published_sizes_are_those_of_published_folders(tmp_path):
+    published = json.loads((ROOT / "tests" / "golden" / "published_configs.json").read_text())
+    for size, (kind, sees, vision) in PUBLISHED.items():
+        config = SIZES[size]()
+        (keys,) = (x for name, x in published.items() if name.split() == ["gemma4", size])
+        text = keys["text_config"] | {"use_bidirectional_attention": sees}
+        seen = {"model_type": f"{kind}_vision"} | (LARGE if vision is None else vision)
+        whole = keys | {"text_config": text, "vision_config": seen}
+        file = tmp_path / "config.json"
+        read = gemma4_vision.config_from(
+            kind, gemma4_vision.whole_keys(kind, whole, file), file
+        )
+        differs = {n: x for n, x in vars(read).items() if getattr(config, n) != x}
+        assert differs.keys() <= {"remat", "capacity"}, differs
+        written = gemma4_vision.config_json(kind, config, 131_072)
+        again = gemma4_vision.config_from(
+            kind, gemma4_vision.whole_keys(kind, written, file), file
+        )
+        assert again == read
+        assert not gemma4_vision.lost(kind, config)
