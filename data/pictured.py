@@ -34,7 +34,12 @@ class Pictured(Rows):
     """
 
     def __init__(
-        self, rows: Sequence[PictureRow], seq_len: int, slots: int, form: images.AnyForm, dataset: str
+        self,
+        rows: Sequence[PictureRow],
+        seq_len: int,
+        slots: int,
+        form: images.AnyForm,
+        dataset: str,
     ):
         self.rows = rows
         self.seq_len = seq_len

@@ -38,6 +38,7 @@ FOR = {
     "vit": "ForImageClassification",
     "siglip": "",
     "gemma3_vision": "ForImageTextToText",
+    "gemma4_vision": "ForImageTextToText",
 }
 FOR_TASK = {"fill": "ForMaskedLM", "classify": "ForSequenceClassification", "embed": ""}
 
@@ -65,8 +66,8 @@ class Import(Folders):
     mesh: str = flag("", "Device mesh to read onto, as in every recipe; empty: all on data.")
     rules: str = flag("", "Sharding rules, as in every recipe; empty: chosen by the mesh.")
     entry: str = flag(
-        "", "Entry that reads the folder, if several can: gemma3 reads the text model of a Gemma 3 that "
-        "sees, and gemma3_vision all of it. Empty: the text model.",
+        "", "Entry that reads the folder, if several can: gemma3 and gemma4 read the text model of a "
+        "Gemma that sees, gemma3_vision and gemma4_vision its tower too. Empty: the text model.",
     )  # fmt: skip
 
 

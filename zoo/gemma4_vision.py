@@ -68,7 +68,9 @@ class Config(gemma4.Config):
     picture_end: int = bounded(258_882, least=0)
     picture_margin: str = ""  # text before and after these
     freeze_tower: bool = False  # the tower and its projection are not trained
-    resample: str = "bicubic"  # filter that resizes pictures: saved with the model, for data pipelines
+    resample: str = (
+        "bicubic"  # filter that resizes pictures: saved with the model, for data pipelines
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -217,12 +219,12 @@ class Gemma4Vision(Decoder):
             self.vision = SquareTokens(config, tower, rngs=rngs)
         self.picture_table = None
 
-    def begin(self, tables, tokens_BT, inputs):
+    def begin(self, tables, tokens_BT, inputs, **more):
         """`Decoder.begin`; layers embed `pad_token` for placeholders."""
         config = self.config
         is_word_BT = (tokens_BT < config.vocab_size) & (tokens_BT != config.image_token)
         words_BT = jnp.where(is_word_BT, tokens_BT, config.pad_token)
-        return layer_embeddings.begin(self, tables, tokens_BT, inputs, words_BT)
+        return layer_embeddings.begin(self, tables, tokens_BT, inputs, words_BT, **more)
 
     def embed_tokens(self, tables, tokens_BT, inputs) -> jax.Array:
         scale = math.sqrt(self.config.embed)

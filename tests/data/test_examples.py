@@ -120,7 +120,7 @@ def of_entry(name: str):
     Everything runs in one shape: twice ROWS rows, the last of them filler.
     """
     config = entries.zoo_file(name).Config.tiny()
-    length = 64 if name == "gemma3_vision" else 32  # room for two pictures
+    length = 64 if "vision" in name else 32  # room for two pictures
     known = vars(config) | {"seed": 0, "seq_len": length}
     if entries.ENTRIES[name].data == "data.text":
         known["dataset"] = str(ROOT / "LICENSE")  # short

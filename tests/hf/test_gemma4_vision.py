@@ -196,14 +196,10 @@ def test_published_sizes_are_those_of_published_folders(tmp_path):
         seen = {"model_type": f"{kind}_vision"} | (LARGE if vision is None else vision)
         whole = keys | {"text_config": text, "vision_config": seen}
         file = tmp_path / "config.json"
-        read = gemma4_vision.config_from(
-            kind, gemma4_vision.whole_keys(kind, whole, file), file
-        )
+        read = gemma4_vision.config_from(kind, gemma4_vision.whole_keys(kind, whole, file), file)
         differs = {n: x for n, x in vars(read).items() if getattr(config, n) != x}
         assert differs.keys() <= {"remat", "capacity"}, differs
         written = gemma4_vision.config_json(kind, config, 131_072)
-        again = gemma4_vision.config_from(
-            kind, gemma4_vision.whole_keys(kind, written, file), file
-        )
+        again = gemma4_vision.config_from(kind, gemma4_vision.whole_keys(kind, written, file), file)
         assert again == read
         assert not gemma4_vision.lost(kind, config)

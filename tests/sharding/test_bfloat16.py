@@ -97,6 +97,7 @@ FEW = {
     "moe:dropless": ("fsdp_ep",),
     "gpt2": ("fsdp_tp", "fsdp_pp", "cp"),
     "gemma3": ("fsdp_tp_sp",),
+    "gemma4_vision": ("fsdp_tp_sp",),
     "gpt_oss": ("fsdp_ep",),
     "deepseek": ("fsdp_ep",),
     "qwen3_next": ("fsdp_ep_cp",),

@@ -72,7 +72,7 @@ def test_the_default_strategy_is_not_chosen_by_name(rules, mesh, wanted):
 
 
 DENSE = ("transformer", "gpt2", "gemma3", "bert")
-EXPERTS = ("moe", "gpt_oss", "gemma4", "deepseek", "qwen3_next", "hybrid")
+EXPERTS = ("moe", "gpt_oss", "gemma4", "gemma4_vision", "deepseek", "qwen3_next", "hybrid")
 ALL_AXES = [axes for n in range(1, len(ORDER) + 1) for axes in itertools.combinations(ORDER, n)]
 
 

@@ -188,7 +188,9 @@ def test_patches_have_the_places_of_their_squares():
             for i in range(4)
         ]
         count = len(wanted)
-        places = list(zip(found.column_PT[number].tolist(), found.row_PT[number].tolist(), strict=True))
+        places = list(
+            zip(found.column_PT[number].tolist(), found.row_PT[number].tolist(), strict=True)
+        )
         assert places[:count] == wanted
         assert places[count:] == [(0, 0)] * (24 - count)
         assert found.is_padding_PT[number].tolist() == [False] * count + [True] * (24 - count)

@@ -39,8 +39,9 @@ SHIPPED = [path for path in FILES if path.parts[0] != "tests"]
 ZOO = [path for path in SHIPPED if path.parts[0] == "zoo" and path.stem != "__init__"]
 # The rooms of the zoo, each of which may import those after it. "" has the models.
 ROOMS = ("", "parts", "experts", "recurrent", "options", "parallel", "kernels", "core")
-# A file → the entry whose Config it extends: llama_relatives.py by options, gemma3_vision.py by a tower.
+# A file → the entry whose Config it extends: llama_relatives.py by options, models that see by a tower.
 EXTENDS = {"llama_relatives": {"transformer"}, "gemma3_vision": {"gemma3"}}
+EXTENDS |= {"gemma4_vision": {"gemma4"}}
 # core/ and the table from a device to its kernels import each other.
 TABLE = "zoo.kernels.choice"
 

@@ -9,6 +9,7 @@ M positions of several devices.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +34,13 @@ def make_tables(self, config, rngs: nnx.Rngs) -> None:
     self.layer_embeddings = LayerEmbeddings(config, rngs=rngs) if config.layer_embed else None
 
 
-def begin(self, tables, tokens_BT, inputs, words_BT=None):
+def begin(self, tables, tokens_BT, inputs, words_BT=None, **more) -> tuple[Any, Any]:
     """`Decoder.begin`; with embeddings of the layers, a pair of x_BTD and these, [L, B, T, P].
 
     Args:
       words_BT: the tokens that the layers embed; None: tokens_BT.
     """
-    x_BTD = self.embed_tokens(tables, tokens_BT, inputs)
+    x_BTD = self.embed_tokens(tables, tokens_BT, inputs, **more)
     if self.layer_embeddings is None:
         return x_BTD, None
     words_BT = tokens_BT if words_BT is None else words_BT

@@ -73,7 +73,7 @@ class SquareTokens(nnx.Module):
         """
         squares_PKSSC, grids_P2 = images
         config = self.config
-        P, K, S, _, C = squares_PKSSC.shape
+        P, K, *_, C = squares_PKSSC.shape
         G, p = config.pooling, config.patch
         D = self.projection.shape[-2]
         pixels = squares_PKSSC.astype(jnp.float32) / 127.5 - 1
@@ -98,7 +98,12 @@ class ProjectedSquares(nnx.Module):
     """Squares without a tower (12B), otherwise as SquareTokens."""
 
     def __init__(self, config, *, rngs: nnx.Rngs):
-        S, C, D, E = config.patch * config.pooling, config.channels, config.tower_embed, config.embed
+        S, C, D, E = (
+            config.patch * config.pooling,
+            config.channels,
+            config.tower_embed,
+            config.embed,
+        )
         axes = ("patch_rows", "patch_columns", "channels", "embed")
         self.config = config
         self.pixel_norm = layer_norm(S * S * C, PROJECTION_EPS, "float32")

@@ -313,7 +313,9 @@ class Generator:
 def _in_slots(pictures: Pictures | None, rows: int) -> dict[str, np.ndarray]:
     """Pictures of each row as arrays [rows, M, ...], M being the most of a row; {} without any."""
     first = {} if not pictures else pictures[0]
-    slots = max(len(array) for of_row in pictures or [] for array in of_row.values()) if first else 0
+    slots = (
+        max(len(array) for of_row in pictures or [] for array in of_row.values()) if first else 0
+    )
     if not slots:
         return {}
     made = {

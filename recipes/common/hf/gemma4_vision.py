@@ -128,7 +128,8 @@ SIZES = {  # model_type → field of Config → (their key, transformers' value 
         "tower_head_dim": ("head_dim", 64),
         "tower_mlp": ("intermediate_size", 3_072),
     },
-    UNIFIED: OF_BOTH | {"places": ("mm_posemb_size", 1_120), "tower_embed": ("mm_embed_dim", 3_840)},
+    UNIFIED: OF_BOTH
+    | {"places": ("mm_posemb_size", 1_120), "tower_embed": ("mm_embed_dim", 3_840)},
 }
 OF_TOKENS = {
     "image_token": ("image_token_id", 258_880),
@@ -211,7 +212,12 @@ def of_processor(kind: str, folder: pathlib.Path, fields: dict[str, Any]) -> dic
     known = [PROCESSORS[kind] + ending for ending in ("", "Fast", "Pil")]
     if named is not None and named not in known:
         raise theirs.refused("image_processor_type", named)
-    off = {"do_resize": (True,), "do_rescale": (True,), "do_normalize": (False,), "do_pad": (False,)}
+    off = {
+        "do_resize": (True,),
+        "do_rescale": (True,),
+        "do_normalize": (False,),
+        "do_pad": (False,),
+    }
     theirs.refuse(off | {OF_BOTH[name][0]: (fields[name],) for name in OF_BOTH})
     factor = theirs.number("rescale_factor", vit.BYTE, float)
     if factor != vit.BYTE:

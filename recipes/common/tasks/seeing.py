@@ -92,4 +92,3 @@ def main(
     print0(*picture_answers.in_words(metrics))
     questions.show(state)
     finish(folder, layout, log)
-
