@@ -21,6 +21,7 @@ from tests.conftest import ROOT, full_except
 from tests.support.models import random_variables
 from tests.support.quick import QUICK
 from tests.support.quick import quick as quick
+from zoo import gemma4_vision
 from zoo.gemma3_vision import Config, Gemma3Vision
 
 pytestmark = pytest.mark.promise("generation")
@@ -91,6 +92,60 @@ def test_answers_with_a_cache_are_those_without(mesh, rules, quick):
     other = np.stack(list(generator(prompts, NEW, pictures=blank)), axis=1)
     assert other[1].tolist() == found[1].tolist()
     assert other.tolist() != found.tolist(), "the pictures matter"
+
+
+# ---- pictures of unequal sizes -------------------------------------------------------------------
+
+UNEQUAL = dataclasses.replace(
+    gemma4_vision.Config.tiny(), num_layers=2, tower_layers=1, sliding_window=3
+)
+GRIDS = [[(2, 3), (1, 4)], [], [(5, 1)]]  # of three rows' pictures
+
+
+def of_squares() -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
+    """(prompts, their pictures)."""
+    random = np.random.default_rng(0)
+    prompts, pictures = [], []
+    for grids in GRIDS:
+        tokens = [256, 7]
+        for rows, columns in grids:
+            tokens += [381, *[UNEQUAL.image_token] * (rows * columns), 382, 9]
+        prompts.append(np.array(tokens, np.int32))
+        shape = (len(grids), UNEQUAL.picture_tokens, UNEQUAL.square, UNEQUAL.square, 3)
+        pictures.append(
+            {
+                "images": random.integers(0, 256, shape, np.uint8),
+                "grids": np.array(grids, np.int32).reshape(-1, 2),
+            }
+        )
+    return prompts, pictures
+
+
+@functools.cache
+def answers(mesh: str, rules: str) -> list[list[int]]:
+    prompts, pictures = of_squares()
+    layout = make_layout(gemma4_vision.Gemma4Vision, UNEQUAL, make_mesh(mesh), rules)
+    generator = Generator(layout, random_variables(layout), Sampling(), (), 257)
+    return np.stack(list(generator(prompts, NEW, pictures=pictures)), axis=1).tolist()
+
+
+def test_answers_about_pictures_of_unequal_sizes_are_those_without_a_cache(quick):
+    layout = make_layout(gemma4_vision.Gemma4Vision, UNEQUAL, make_mesh("1x1"), "dp")
+    model = layout.model.merge(random_variables(layout))
+    prompts, pictures = of_squares()
+    for prompt, shown, found in zip(prompts, pictures, answers("1x1", "dp"), strict=True):
+        tokens_1T = np.zeros((1, 32), np.int32)
+        tokens_1T[0, : len(prompt)] = prompt
+        tokens_1T[0, len(prompt) : len(prompt) + NEW] = found
+        seen = {name: x[None] for name, x in shown.items()} if len(shown["grids"]) else {}
+        logits = np.asarray(model(tokens_1T, None, **seen))[0, :, :257]
+        first = len(prompt) - 1
+        assert logits[first : first + NEW].argmax(axis=-1).tolist() == found
+
+
+@pytest.mark.parametrize(("mesh", "rules"), full_except(MESHES[1:], fast=[], release=MESHES[1:]))
+def test_answers_about_pictures_of_unequal_sizes_are_one_device_s(mesh, rules, quick):
+    assert answers(mesh, rules) == answers("1x1", "dp")
 
 
 # ---- prompts -------------------------------------------------------------------------------------
