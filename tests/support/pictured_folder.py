@@ -1,4 +1,4 @@
-"""A folder of transformers' Gemma 3 that sees, with a tokenizer of letters, and rows to tune it on."""
+"""A folder of transformers' Gemma 3 or 4 that sees, with a tokenizer of letters, and rows to tune it on."""
 
 import json
 import pathlib
@@ -15,12 +15,13 @@ GOLDEN = ROOT / "tests" / "golden" / "pictures" / "gemma3"
 LETTERS = ["<pad>", "<eos>", "<bos>", "<unk>", *(chr(i) for i in range(97, 123)), "?", "\n", " "]
 
 
-def write_folder(folder: pathlib.Path) -> pathlib.Path:
+def write_folder(folder: pathlib.Path, golden: pathlib.Path = GOLDEN) -> pathlib.Path:
     """Writes `theirs`, `rows.jsonl` and its pictures into a folder; returns the path of `theirs`."""
     target = folder / "theirs"
     target.mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (target / file).write_bytes((GOLDEN / file).read_bytes())
+    for file in golden.iterdir():
+        if file.name != "outputs.npz":
+            (target / file.name).write_bytes(file.read_bytes())
     made = tokenizers.Tokenizer(
         models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="<unk>")
     )

@@ -25,31 +25,27 @@ from zoo.gemma3_vision import Config, Gemma3Vision
 
 pytestmark = pytest.mark.promise("hugging-face")
 
-ENTRY = "gemma3_vision"
+# Entry → the golden folder that it reads, and tokens of a row with a picture.
+FOLDERS = {"gemma3_vision": (GOLDEN, 24), "gemma4_vision": (GOLDEN.parent / "gemma4_large", 80)}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder to tune, and rows beside it."""
-    return write_folder(tmp_path)
-
-
-def logits(source) -> np.ndarray:
+def logits(source, golden) -> np.ndarray:
     layout = checkpoint.layout_of(source, make_mesh("1x1"), "dp")
     variables = checkpoint.restore_variables(source, layout)
-    wanted = np.load(GOLDEN / "outputs.npz")
+    stored = np.load(golden / "outputs.npz")
+    pictures = {name: stored[name] for name in ("images", "grids") if name in stored}
 
-    def run(variables, tokens, images):
-        return layout.model.merge(variables)(tokens, None, images)
+    def run(variables, tokens, pictures):
+        return layout.model.merge(variables)(tokens, None, **pictures)
 
-    given = (variables, wanted["tokens"], wanted["images"])
+    given = (variables, stored["tokens"], pictures)
     return np.asarray(layout.compile(run, *given, compiler_options=QUICK)(*given))
 
 
-def tune(inside, folder, *flags) -> None:
+def tune(inside, entry, folder, *flags) -> None:
     done = inside(
-        "recipes.gemma3_vision", f"--restore_from=hf:{folder}", "--mesh=1x1", "--batch_size=4",
-        f"--dataset={folder.parent / 'rows.jsonl'}", "--seq_len=24", "--questions=0", "--steps=3",
+        f"recipes.{entry}", f"--restore_from=hf:{folder}", "--mesh=1x1", "--batch_size=4",
+        f"--dataset={folder.parent / 'rows.jsonl'}", "--questions=0", "--steps=3",
         f"--workdir={folder.parent / 'run'}", "--learning_rate=0.01", "--warmup_steps=0", *flags,
     )  # fmt: skip
     assert (done.code, done.err) == (0, "")
@@ -64,19 +60,24 @@ def export(inside, folder, target: str, *flags) -> str:
     return f"hf:{folder.parent / target}"
 
 
-def test_an_adapter_of_a_folder_is_exported_merged_and_alone(folder, inside, quick):
-    tune(inside, folder, "--lora_rank=2")
-    tuned = logits(checkpoint.find(folder.parent / "run"))
-    base = logits(checkpoint.find(f"hf:{folder}", entry=ENTRY))
+@pytest.mark.parametrize(
+    "entry", full_except([*FOLDERS], fast=["gemma3_vision"], release=["gemma4_vision"])
+)
+def test_an_adapter_of_a_folder_is_exported_merged_and_alone(entry, tmp_path, inside, quick):
+    golden, length = FOLDERS[entry]
+    folder = write_folder(tmp_path, golden)
+    tune(inside, entry, folder, "--lora_rank=2", f"--seq_len={length}")
+    tuned = logits(checkpoint.find(folder.parent / "run"), golden)
+    base = logits(checkpoint.find(f"hf:{folder}", entry=entry), golden)
     assert np.abs(tuned - base).max() > 1e-3
-    merged = checkpoint.find(export(inside, folder, "merged"), entry=ENTRY)
-    np.testing.assert_array_equal(logits(merged), tuned)
+    merged = checkpoint.find(export(inside, folder, "merged"), entry=entry)
+    np.testing.assert_array_equal(logits(merged, golden), tuned)
     name = export(inside, folder, "adapter", "--adapter")
     written = safetensors.numpy.load_file(folder.parent / "adapter" / "adapter_model.safetensors")
     in_memory = "base_model.model.model.language_model.layers."
     assert all(tensor.startswith(in_memory) for tensor in written), "names of transformers' modules"
-    alone = checkpoint.find(name, base=f"hf:{folder}", entry=ENTRY)
-    np.testing.assert_array_equal(logits(alone), tuned)
+    alone = checkpoint.find(name, base=f"hf:{folder}", entry=entry)
+    np.testing.assert_array_equal(logits(alone, golden), tuned)
 
 
 @pytest.mark.parametrize(
