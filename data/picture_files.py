@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 import numpy as np
-import PIL.ExifTags
 import PIL.Image
 
 from data import DataError, images
@@ -19,7 +18,6 @@ from data.squares import SquareForm
 
 # How files of a kind end; one that doesn't is decoded before any step, as it may have been cut off.
 ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
-TURNED = (5, 6, 7, 8)  # orientations of pictures that are stored on their side
 TAIL = 64  # bytes at the end of a file in which that is
 
 
@@ -89,13 +87,11 @@ def tokens_of(picture: Any, form: SquareForm, where: str) -> int:
         with warnings.catch_warnings(), PIL.Image.open(file) as opened:
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
             width, height = opened.size
-            turned = opened.getexif().get(PIL.ExifTags.Base.Orientation) in TURNED
     except PIL.Image.DecompressionBombError:
         raise _too_large(picture, where) from None
     except (OSError, SyntaxError, ValueError):
         raise unreadable(picture, where) from None
-    width, height = (height, width) if turned else (width, height)
-    return form.tokens(width, height)
+    return form.tokens(width, height)  # as many as of a picture on its side
 
 
 def _too_large(picture: Any, where: str) -> DataError:
