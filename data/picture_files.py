@@ -122,9 +122,7 @@ def _file(picture: Any, where: str) -> pathlib.Path | BinaryIO:
     if not isinstance(picture, pathlib.Path):
         return io.BytesIO(picture)
     if not picture.is_file():
-        raise DataError(
-            f"{where}: {_name(picture)} does not exist; fix the path, or leave it out"
-        )
+        raise DataError(f"{where}: {_name(picture)} does not exist; fix the path, or leave it out")
     return picture
 
 
