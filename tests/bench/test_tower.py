@@ -11,6 +11,7 @@ from recipes.common.sharding.shape import trace_shape
 from recipes.instruments.plan.estimate import abstract_mesh, estimate
 from recipes.instruments.plan.hardware import Devices
 from recipes.instruments.plan.step_memory import memory_parts
+from zoo import gemma4_vision
 from zoo.core.layers import AttentionType
 from zoo.gemma3_vision import Config, Gemma3Vision
 
@@ -82,3 +83,36 @@ def test_a_report_names_the_kernel_of_rows_with_pictures(kind, changes, said):
     layout, _ = layout_on(kind, **changes)
     assert kernel.report(layout, LENGTH, segments=True) == [said]
     assert layout.shape.tower
+
+
+@pytest.mark.parametrize(
+    ("both_ways", "tower_layers", "said"),
+    [
+        (True, 2, "attention: triton, no other kernel for spans that see both ways"),
+        (True, 0, "attention: triton, no other kernel for spans that see both ways"),
+        (False, 2, "attention: cudnn"),
+    ],
+)
+def test_a_report_of_gemma_4_names_spans_where_there_are_some(both_ways, tower_layers, said):
+    config = dataclasses.replace(
+        gemma4_vision.Config.tiny(), both_ways=both_ways, tower_layers=tower_layers, dtype="bfloat16",
+        sliding_window=512, head_dim=32, global_head_dim=64,
+    )  # fmt: skip
+    layout = make_layout(
+        gemma4_vision.Gemma4Vision, config, abstract_mesh({"data": 8}, Devices("h100", 8)), "fsdp",
+        batch_size=ROWS, seq_len=LENGTH,
+    )  # fmt: skip
+    assert kernel.report(layout, LENGTH, segments=True) == [said]
+    assert (layout.shape.tower is None) == (tower_layers == 0)
+
+
+def test_flops_of_squares_are_those_of_their_products():
+    """Of all K squares of a picture, with three patches a side."""
+    config = dataclasses.replace(gemma4_vision.Config.tiny(), pooling=3, places=18)
+    D, F, L = config.tower_embed, config.tower_mlp, config.tower_layers
+    N, H = config.tower_heads, config.tower_head_dim
+    T = config.picture_tokens * 9
+    products = T * (config.patch**2 * config.channels * D + L * (4 * D * N * H + 3 * D * F))
+    products += config.picture_tokens * D * config.embed
+    flops = 6 * (products + L * 2 * T * T * N * H)
+    assert trace_shape(gemma4_vision.Gemma4Vision, config).tower.flops(5) == 5 * flops

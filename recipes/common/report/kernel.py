@@ -47,7 +47,7 @@ def report(layout: Layout, seq_len: int, segments: bool) -> list[str]:
     if attention is None:
         return []
     with layout.trace():
-        spans = layout.shape.tower is not None
+        spans = layout.shape.spans
         choice = attention_kernel(layout.config, attention, seq_len, segments, spans)
         words = [choice.kernel]
         if exchange := choose_exchange(layout.config.context, attention.heads):

@@ -141,6 +141,7 @@ class Shape:
     remats: tuple[str, ...] = ()  # values of remat that a plan may choose
     adapters: bool = False  # whether all other weights are frozen
     tower: TowerShape | None = None  # of a model that sees, beside the layers
+    spans: bool = False  # whether positions of a picture see each other, in some layers
 
     def positions_of(self, path: str) -> int:
         """The positions of an example that a weight is multiplied with."""
@@ -263,6 +264,7 @@ def shape_of(model: AbstractModel, config: Any) -> Shape:
         remats=tuple(_stated(config, "REMAT") or ()) if vocab_size else (),
         adapters="base" in model.shapes,
         tower=tower_of(weights, config, trained="base" not in model.shapes and not model.frozen),
+        spans="span_kinds" in dir(config) and config.span_kinds != (),
     )
 
 

@@ -464,7 +464,7 @@ def kernel(layout: Layout, segments: bool = True, length: int = 0) -> str:
         return "xla"
     with layout.trace():
         length = length or layout.seq_len
-        spans = layout.shape.tower is not None
+        spans = layout.shape.spans
         return attention_kernel(layout.config, attention, length, segments, spans).kernel
 
 
