@@ -221,6 +221,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         clone = pathlib.Path(folder) / "clone"
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+        # A test that fails anyway would kill every mutant.
+        subprocess.run([sys.executable, "-m", "pytest", "-q", *options.tier], cwd=clone, check=True)
         for number, mutant in enumerate(mutants, 1):
             begun = time.perf_counter()
             survivor = survives(mutant, clone, tests[mutant.file], options.tier)
