@@ -7,6 +7,7 @@
   needs torchvision, is not compared.
 - Logits: small random models of each kind, read by us, on rows with pictures of several aspect ratios, two,
   none and one; what we write gives the same logits in `transformers` again.
+- Keys of vision_config with other values: each is refused, or means the same.
 
 `transformers` 5.24 lets positions of 12B's pictures see each other in all layers when it is called, and in
 sliding layers alone when it generates, as in the other models. We do the latter.
@@ -27,6 +28,7 @@ from data import images
 from data.squares import SquareForm
 from recipes.common import checkpoint, hf
 from recipes.common.mesh import make_mesh
+from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
 from tests.conftest import ROOT
 from tests.support.hf_families import FULL, GEMMA4, SLIDING, TOLERANCE
@@ -115,13 +117,18 @@ def compare_squares(ours: dict[str, np.ndarray], wanted, patch: int, pooling: in
         assert np.abs(own - pixels).max() < 1e-6
 
 
-def make(kind: str, folder: pathlib.Path):
-    """Writes a `transformers` model whose parameters and buffers are all random."""
+def make(kind: str, folder: pathlib.Path, **changes):
+    """Writes a `transformers` model whose parameters and buffers are all random.
+
+    Args:
+      changes: keys of its vision_config with other values.
+    """
     import torch
     import transformers
 
     torch.manual_seed(0)
     name, text, seeing = KINDS[kind]
+    seeing = seeing | changes
     config = getattr(transformers, name)(
         text_config=text, vision_config=seeing, audio_config=None, **IDS
     )
@@ -211,12 +218,44 @@ def patches_of(squares, rows: int, columns: int, patch: int, pooling: int, kind:
     return values, places
 
 
-def compare_logits(kind: str, folder: pathlib.Path, update_golden: bool) -> None:
-    import transformers
+KEYS = [  # of vision_config, with other values
+    *({"hidden_activation": "gelu"}, {"attention_bias": True}, {"num_key_value_heads": 1}),
+    *({"rope_parameters": {"rope_type": "axial", "rope_theta": 7.0}}, {"rms_norm_eps": 0.5}),
+    *({"standardize": True}, {"use_clipped_linears": False}, {"attention_dropout": 0.5}),
+    *(
+        {"max_position_embeddings": 7},
+        {"initializer_range": 0.5},
+        {"head_dim": 8},
+        {"head_dim": 10},
+    ),
+    *({"position_embedding_size": 150}, {"num_hidden_layers": 1}, {"intermediate_size": 12}),
+]
 
-    theirs = folder / "theirs"
-    model = make(kind, theirs)
-    source = hf.open_folder(theirs, "gemma4_vision")
+
+def compare_keys() -> None:
+    """Each key is refused, or means here what it means in `transformers`."""
+    for changes in KEYS:
+        (key,) = changes
+        with tempfile.TemporaryDirectory() as place:
+            theirs = pathlib.Path(place) / "theirs"
+            try:
+                model = make("gemma4", theirs, **changes)
+            except Exception as error:  # transformers has no such model
+                print(f"{key}={changes[key]}: not made, {type(error).__name__}")
+                continue
+            try:
+                source = hf.open_folder(theirs, "gemma4_vision")
+            except UserError as error:
+                print(f"{key}={changes[key]}: refused: {str(error).partition(' has ')[2][:60]}")
+                continue
+            ours, wanted = both_logits("gemma4", model, source)[:2]
+            error = np.abs(ours - wanted).max()
+            print(f"{key}={changes[key]}: the same here, {error:.1e}")
+            assert error < 5 * TOLERANCE  # rounding; another meaning changes hundreds of times that
+
+
+def both_logits(kind: str, model, source):
+    """(our logits, theirs, tokens, pictures, our variables)."""
     config = source.config
     form = SquareForm(config.square, config.picture_tokens, 3, config.resample)
     tokens, arrays = rows_of(form)
@@ -225,6 +264,17 @@ def compare_logits(kind: str, folder: pathlib.Path, update_golden: bool) -> None
     variables = checkpoint.restore_variables(source, layout)
     run = nnx.jit(lambda model, tokens, arrays: model(tokens, None, **arrays))
     ours = np.asarray(run(layout.model.merge(variables), tokens, arrays))
+    return ours, wanted, tokens, arrays, variables
+
+
+def compare_logits(kind: str, folder: pathlib.Path, update_golden: bool) -> None:
+    import transformers
+
+    theirs = folder / "theirs"
+    model = make(kind, theirs)
+    source = hf.open_folder(theirs, "gemma4_vision")
+    config = source.config
+    ours, wanted, tokens, arrays, variables = both_logits(kind, model, source)
     error = np.abs(ours - wanted).max()
     read = {path: np.asarray(x) for tree in variables.values() for path, x in paths(tree).items()}
     hf.write(
@@ -253,3 +303,4 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as place:
             compare_logits(kind, pathlib.Path(place), "--update-golden" in sys.argv)
     compare_pixels()
+    compare_keys()
