@@ -116,6 +116,23 @@ def test_the_part_that_hears_is_left_out(folder, capfd):
     assert "The parts for audio were left out; the zoo has none." in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "sees"),
+    [
+        ("gemma4", "vision", True), ("gemma4", None, False), ("gemma4", "absent", False),
+        ("gemma4_unified", None, False), ("gemma4_unified", "absent", True),
+    ],
+)  # fmt: skip
+def test_an_absent_key_has_the_value_of_its_class(folder, kind, value, sees):
+    theirs = folder(kind, text_config__use_bidirectional_attention=value)
+    if value == "absent":
+        file = theirs / "config.json"
+        keys = json.loads(file.read_text())
+        del keys["text_config"]["use_bidirectional_attention"]
+        file.write_text(json.dumps(keys))
+    assert hf.open_folder(theirs, ENTRY).config.both_ways == sees
+
+
 VISION = "vision_config"
 
 
