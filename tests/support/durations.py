@@ -43,7 +43,7 @@ FULL_BUDGET = 6.0  # CPU seconds of all cases of a function in the full tier
 # The first promise's own test: of the entry that most people read, and of axes of size 1.
 FIRST = "tests/sharding/test_meshes.py::test_same_start_losses_and_gradients"
 KEPT = (f"{FIRST}[transformer-", f"{FIRST}[dot_relu_dot-")
-# Their cases are chosen by what they prove: every pair of parallelisms, every option, every family.
+# Their cases are chosen by what they prove: every pair of parallelisms, option, family, entry.
 COLLECTIVES = "tests/sharding/test_collectives.py::test_a"
 CHOSEN = (
     FIRST,
@@ -52,6 +52,7 @@ CHOSEN = (
     f"{COLLECTIVES}_traced_step_gathers_weights_and_scatters_gradients",
     "tests/zoo/test_options.py::test_an_option_changes_what_is_computed",
     "tests/hf/test_hf.py::test_logits_match_transformers",
+    "tests/zoo/test_structure.py::test_sizes_say_how_many_parameters_they_have",
 )
 
 
