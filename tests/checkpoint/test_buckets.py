@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +228,38 @@ def no_programs():
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
+
+
+class HttpError(Exception):
+    """As gcsfs raises it."""
+
+    def __init__(self, code: int):
+        super().__init__(f"the server says {code}")
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        (HttpError(401), "may not list it"),
+        (OSError("Forbidden: https://storage"), "may not list it"),
+        (HttpError(503), "can't be reached"),
+        (OSError("no route to host"), "can't be reached"),
+    ],
+)
+def test_a_bucket_that_credentials_can_not_list_is_no_network_that_fails(
+    failure, cause, monkeypatch
+):
+    class Files:
+        credentials = types.SimpleNamespace(credentials="a token")
+
+        def call(self, *_, **__):
+            raise failure
+
+    monkeypatch.setattr(buckets, "filesystem", Files)
+    buckets._problem.cache_clear()
+    assert cause in buckets._problem("b")
+    buckets._problem.cache_clear()
 
 
 def test_an_unusable_bucket_is_one_line(bucket, monkeypatch, inside, no_programs):
