@@ -146,14 +146,13 @@ def sums_in_blocks(x_PK, sizes: list[int], with_own: bool = True) -> tuple[jax.A
     blocks = jnp.stack([row // size == column // size for size in sizes])
     is_earlier = column <= row if with_own else column < row
     masks = jnp.stack((blocks & is_earlier[None], blocks & (column > row)[None]))
-    return tuple(
-        jnp.einsum(
-            "tsij,...jk->ts...ik",
-            masks.astype(x_PK.dtype),
-            x_PK,
-            precision=jax.lax.Precision.HIGHEST,
-        )
+    earlier, later = jnp.einsum(
+        "tsij,...jk->ts...ik",
+        masks.astype(x_PK.dtype),
+        x_PK,
+        precision=jax.lax.Precision.HIGHEST,
     )
+    return earlier, later
 
 
 def in_pairs(x_mcK, size: int) -> jax.Array:
