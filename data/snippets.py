@@ -68,8 +68,8 @@ def _read() -> Iterator[str]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = [
         file
-        for file in sources.walk(root, {*LEFT_OUT}.__contains__)
-        if file.suffix == ".py" and 2_000 < file.stat().st_size < 100_000
+        for file in sources.walk(root, {*LEFT_OUT}.__contains__, sources.is_python)
+        if 2_000 < file.stat().st_size < 100_000
     ]
     names = {file.relative_to(root).as_posix(): file for file in files}
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:FILES]:

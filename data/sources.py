@@ -171,7 +171,7 @@ def _source(name: str, weight: float, column: str, train_only: bool) -> Source:
     form = lambda: TEXT  # noqa: E731
     if name == "stdlib":
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-        files = [p for p in walk(root, {"site-packages"}.__contains__) if p.suffix == ".py"]
+        files = walk(root, {"site-packages"}.__contains__, is_python)
         read = functools.partial(_by_file, files, root)
     elif name.startswith("hf:"):
         folder = pathlib.Path(os.path.expanduser(name.removeprefix("hf:")))
@@ -209,7 +209,7 @@ def _files(name: str) -> list[pathlib.Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        os.listdir(path)  # raises without permission; rglob would just find nothing
+        os.listdir(path)  # raises without permission; walk would just find nothing
         paths, empty = _inside(path), "is an empty folder; add text files to it"
     elif glob.has_magic(name):
         paths = map(pathlib.Path, glob.iglob(str(path), recursive=True))
@@ -224,20 +224,27 @@ def _files(name: str) -> list[pathlib.Path]:
 
 def _inside(folder: pathlib.Path) -> list[pathlib.Path]:
     """The files in a folder and its subfolders, without hidden ones, such as those in .git."""
-    return [path for path in walk(folder, buckets.is_hidden) if not buckets.is_hidden(path.name)]
+    return walk(folder, buckets.is_hidden, lambda name: not buckets.is_hidden(name))
 
 
-def walk(folder: pathlib.Path, skips: Callable[[str], bool]) -> list[pathlib.Path]:
-    """The files in a folder and its subfolders, sorted. Those it skips are not read.
+def walk(
+    folder: pathlib.Path, skips: Callable[[str], bool], wanted: Callable[[str], bool]
+) -> list[pathlib.Path]:
+    """Files in a folder and its subfolders, sorted.
 
     Args:
-      skips: name of a subfolder → whether to leave it out.
+      skips: name of a subfolder → whether to leave it out, unread.
+      wanted: name of a file → whether to take it.
     """
     files = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not skips(name)]
-        files += [pathlib.Path(parent, name) for name in names]
+        files += [pathlib.Path(parent, name) for name in names if wanted(name)]
     return sorted(path for path in files if path.is_file())
+
+
+def is_python(name: str) -> bool:
+    return name.endswith(".py")
 
 
 def rows(name: str) -> tuple[Rows, Rows | None]:
