@@ -431,11 +431,11 @@ def test_the_objective_its_figures_and_biases_are_their_definitions(changes, mon
     """Computes them from each router's inputs. One row ends in padding, another is all padding."""
     given, route = [], GatedExperts.route
 
-    def recorded(self, x_BTD, counted_BT, slots, load_limit, scored_BTD):
+    def recorded(self, x_BTD, counted_BT, slots, load_limit):
         jax.debug.callback(
             lambda *arrays: given.append((*arrays, slots)), x_BTD, counted_BT, ordered=True
         )
-        return route(self, x_BTD, counted_BT, slots, load_limit, scored_BTD)
+        return route(self, x_BTD, counted_BT, slots, load_limit)
 
     monkeypatch.setattr(GatedExperts, "route", recorded)
     config = dataclasses.replace(TINY, balance_weight=0.3, router_z_weight=0.2, **changes)

@@ -172,20 +172,20 @@ class GatedExperts(nnx.Module):
         """Returns the output to add to the residual, and the metrics of `measure`; see `mix`.
 
         Args:
-          scored_BTD: what the router reads; None: x_BTD.
+          scored_BTD: what the router reads, whole rows; None: x_BTD.
         """
         expert: Callable = swiglu
         weights = (self.gate, self.up, self.down)
         if self.activation is not None:
             expert = functools.partial(without_gate, self.activation)
             weights = weights[1:]
-        route = functools.partial(self.route, scored_BTD=scored_BTD)
-        return mix(x_BTD, self.config, inputs, route=route, expert=expert, weights=weights)
+        return mix(
+            x_BTD, self.config, inputs,
+            route=self.route, expert=expert, weights=weights, scored_BTD=scored_BTD,
+        )  # fmt: skip
 
-    def route(self, x_BTD, counted_BT, slots: int, load_limit: float = 0.0, scored_BTD=None):
+    def route(self, x_BTD, counted_BT, slots: int, load_limit: float = 0.0):
         """Chooses each position's experts, in float32; see `choose`."""
-        if scored_BTD is not None:
-            x_BTD = scored_BTD
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(x_BTD.astype(jnp.float32), self.router)
         choice, metrics = choose(
@@ -232,7 +232,9 @@ def without_gate(activation: Callable, product, x, up, down):
     return product(activation(product(x, up)), down)
 
 
-def mix(x_BTD, config, inputs: AttentionInputs, *, route, expert, weights) -> tuple:
+def mix(
+    x_BTD, config, inputs: AttentionInputs, *, route, expert, weights, scored_BTD=None
+) -> tuple:
     """Each position's weighted sum of its experts' outputs, and what `route` adds to the choice.
 
     Experts run inside jax.shard_map, so communication is explicit and the same on any mesh. In
@@ -244,6 +246,7 @@ def mix(x_BTD, config, inputs: AttentionInputs, *, route, expert, weights) -> tu
       expert: (product, x, *weights) → a shard's part of the outputs, which are summed over shards
         of `mlp`. `product` multiplies rows by their experts' part of a weight.
       weights: parameters [E, ...].
+      scored_BTD: what `route` reads, whole rows; None: x_BTD.
     """
     capacity = None if inputs.generates else config.capacity
     load_limit = 0.0 if inputs.generates or capacity is not None else config.load_limit
@@ -271,7 +274,8 @@ def mix(x_BTD, config, inputs: AttentionInputs, *, route, expert, weights) -> tu
     slots = T  # enough for any choice
     if capacity is not None:
         slots = min(T, math.ceil(capacity * T * config.experts_per_token / E))
-    choice, metrics, *more = route(x_BTD, inputs.counted_BT, slots, load_limit)
+    scored_BTD = x_BTD if scored_BTD is None else scored_BTD
+    choice, metrics, *more = route(scored_BTD, inputs.counted_BT, slots, load_limit)
     if inputs.generates:
         metrics |= {"chosen": choice.expert_BTJ}
 

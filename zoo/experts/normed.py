@@ -3,8 +3,6 @@
 Shapes: B batch, T positions, D embed, F hidden width of an expert, E experts, J experts per position.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -47,19 +45,16 @@ class NormedExperts(nnx.Module):
             self.norm(x_BTD),
             self.config,
             inputs,
-            route=functools.partial(self.route, scored_BTD),
+            route=self.route,
             expert=geglu,
             weights=(self.gate, self.up, self.down),
+            scored_BTD=scored_BTD,
         )
         out_BTD = constrain(self.out_norm(out_BTD), "batch", "residual_seq", "act_embed")
         return out_BTD, metrics
 
-    def route(self, scored_BTD, x_BTD, counted_BT, slots: int, load_limit: float = 0.0):
-        """Chooses each position's experts, in float32; see `mixture.choose`.
-
-        Args:
-          scored_BTD: what the router reads in place of the experts' input.
-        """
+    def route(self, scored_BTD, counted_BT, slots: int, load_limit: float = 0.0):
+        """Chooses each position's experts, in float32; see `mixture.choose`."""
         scored_BTD = scored_BTD * self.router_scale[...][None, None] * self.config.embed**-0.5
         with jax.default_matmul_precision("highest"):
             logits_BTE = multiply(scored_BTD, self.router)
