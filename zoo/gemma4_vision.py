@@ -68,9 +68,7 @@ class Config(gemma4.Config):
     picture_end: int = bounded(258_882, least=0)
     picture_margin: str = ""  # text before and after these
     freeze_tower: bool = False  # the tower and its projection are not trained
-    resample: str = (
-        "bicubic"  # filter that resizes pictures: saved with the model, for data pipelines
-    )
+    resample: str = "bicubic"  # filter that resizes pictures, for data pipelines
 
     def __post_init__(self):
         super().__post_init__()

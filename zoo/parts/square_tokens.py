@@ -98,12 +98,7 @@ class ProjectedSquares(nnx.Module):
     """Squares without a tower (12B), otherwise as SquareTokens."""
 
     def __init__(self, config, *, rngs: nnx.Rngs):
-        S, C, D, E = (
-            config.patch * config.pooling,
-            config.channels,
-            config.tower_embed,
-            config.embed,
-        )
+        S, C, D, E = config.square, config.channels, config.tower_embed, config.embed
         axes = ("patch_rows", "patch_columns", "channels", "embed")
         self.config = config
         self.pixel_norm = layer_norm(S * S * C, PROJECTION_EPS, "float32")

@@ -312,20 +312,18 @@ class Generator:
 
 def _in_slots(pictures: Pictures | None, rows: int) -> dict[str, np.ndarray]:
     """Pictures of each row as arrays [rows, M, ...], M being the most of a row; {} without any."""
-    first = {} if not pictures else pictures[0]
-    slots = (
-        max(len(array) for of_row in pictures or [] for array in of_row.values()) if first else 0
-    )
-    if not slots:
+    pictures = pictures or []
+    most = max((len(array) for arrays in pictures for array in arrays.values()), default=0)
+    if not most:
         return {}
-    made = {
-        name: np.zeros((rows, slots, *array.shape[1:]), array.dtype)
-        for name, array in first.items()
+    slots = {
+        name: np.zeros((rows, most, *array.shape[1:]), array.dtype)
+        for name, array in pictures[0].items()
     }
-    for row, of_row in enumerate(pictures or []):
-        for name, array in of_row.items():
-            made[name][row, : len(array)] = array
-    return made
+    for row, arrays in enumerate(pictures):
+        for name, array in arrays.items():
+            slots[name][row, : len(array)] = array
+    return slots
 
 
 def _with_pictures(shape: tuple[int, ...], slots: dict[str, np.ndarray]) -> tuple[int, ...]:

@@ -68,8 +68,7 @@ def tokens_of(config: Any) -> PictureTokens:
     """How a picture becomes tokens of a model."""
     squares = None
     if "pooling" in vars(config):  # pictures keep their aspect ratio
-        side = config.patch * config.pooling
-        squares = SquareForm(side, config.picture_tokens, config.channels, config.resample)
+        squares = SquareForm(config.square, config.picture_tokens, config.channels, config.resample)
     return PictureTokens(
         begin=config.picture_begin,
         placeholder=config.image_token,
