@@ -94,29 +94,30 @@ def _problem(bucket: str) -> str:
 
     def ask() -> None:
         try:
-            answers["files"] = filesystem()  # looks for credentials
-            answers["files"].call("GET", "b/{}/o", bucket, maxResults=1)
-            answers["answer"] = ""
+            files = filesystem()  # looks for credentials
+            answers["has_credentials"] = files.credentials.credentials is not None
+            files.call("GET", "b/{}/o", bucket, maxResults=1)
+            answers["error"] = None
         except Exception as error:
-            answers["answer"] = error
+            answers["error"] = error
 
     _import()  # SECONDS don't include it: it takes seconds on a busy machine
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(SECONDS)
-    answer = answers.get("answer", TimeoutError(f"no answer in {SECONDS} s"))
-    if not answer:
-        return ""
-    files = answers.get("files")
-    if isinstance(answer, FileNotFoundError):
+    error = answers.get("error", TimeoutError(f"no answer in {SECONDS} s"))
+    return explain(error, bucket, answers.get("has_credentials", False)) if error else ""
+
+
+def explain(error: Exception, bucket: str, has_credentials: bool) -> str:
+    """The cause of an error when a bucket's objects were listed, and the fix."""
+    if isinstance(error, FileNotFoundError):
         return f"there is no bucket {bucket!r}; create it, or check its name"
-    if files is None or files.credentials.credentials is None:
-        return f"there are no Google credentials ({reason(answer)}); {LOGIN}"
-    if getattr(answer, "code", 0) == 401 or str(answer).startswith("Forbidden"):
-        return (
-            f"these Google credentials may not list it ({reason(answer)}); use others, or {LOGIN}"
-        )
-    return f"Google Cloud Storage can't be reached ({reason(answer)}); check the network"
+    if not has_credentials:
+        return f"there are no Google credentials ({reason(error)}); {LOGIN}"
+    if getattr(error, "code", 0) == 401 or str(error).startswith("Forbidden"):
+        return f"these Google credentials may not list it ({reason(error)}); use others, or {LOGIN}"
+    return f"Google Cloud Storage can't be reached ({reason(error)}); check the network"
 
 
 def post(path: pathlib.Path, **request) -> Any:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -247,19 +246,8 @@ class HttpError(Exception):
         (OSError("no route to host"), "can't be reached"),
     ],
 )
-def test_a_bucket_that_credentials_can_not_list_is_no_network_that_fails(
-    failure, cause, monkeypatch
-):
-    class Files:
-        credentials = types.SimpleNamespace(credentials="a token")
-
-        def call(self, *_, **__):
-            raise failure
-
-    monkeypatch.setattr(buckets, "filesystem", Files)
-    buckets._problem.cache_clear()
-    assert cause in buckets._problem("b")
-    buckets._problem.cache_clear()
+def test_a_bucket_that_credentials_can_not_list_is_no_network_that_fails(failure, cause):
+    assert cause in buckets.explain(failure, "b", has_credentials=True)
 
 
 def test_an_unusable_bucket_is_one_line(bucket, monkeypatch, inside, no_programs):
