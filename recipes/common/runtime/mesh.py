@@ -86,9 +86,6 @@ def make_mesh(text: str = "") -> Mesh:
         )
     per_process = wanted // processes.count()
     if axes and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # A collective blocks one thread of XLA's pool per device. By default the pool has one per
-        # device or core, so that two programs in flight deadlock.
-        os.environ.setdefault("NPROC", str(2 * per_process + (os.cpu_count() or 1)))
         with contextlib.suppress(RuntimeError):  # JAX has already created its devices: use those
             configured = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.update("jax_num_cpu_devices", max(per_process, configured))
