@@ -208,9 +208,9 @@ def test_rows_of_prompts_name_their_pictures(ask, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"image": "none.png", "prompt": "?"}, "--prompt: the picture none.png does not exist"),
-        ({"image": "broken.png", "prompt": "?"}, "--prompt: the picture broken.png can't be read"),
-        ({"image": "a.png,b.png", "prompt": "<image>?"}, "--prompt has 2 pictures and 1 places"),
+        ({"image": "none.png", "prompt": "?"}, "--image=none.png: the picture none.png does not exist"),
+        ({"image": "broken.png", "prompt": "?"}, "--image=broken.png: the picture broken.png can't be read"),
+        ({"image": "a.png,b.png", "prompt": "<image>?"}, "--image=a.png,b.png has 2 pictures and 1 places"),
         ({"prompt": "<image>?"}, "--prompt has 0 pictures and 1 places"),
         ({"image": "a.png", "chat": True}, "^--image=a.png is for --prompt"),
         ({"image": "a.png", "prompts": "x.jsonl"}, "^--image=a.png is for --prompt"),

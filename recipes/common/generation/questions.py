@@ -106,7 +106,7 @@ def question_with_pictures(
 ) -> Question:
     """Likewise for a model that sees. Raises DataError, also for a picture that can't be read."""
     folder = pathlib.Path(flags.prompts).parent if flags.prompts else pathlib.Path()
-    place = where or "--prompt"
+    place = where or (f"--image={flags.image}" if flags.image else "--prompt")
     marked, pictures = picture_rows.with_marks(row, folder, place)
     to_ask = prompts.checked(marked, place)
     to_ask = in_chat(to_ask) if flags.chat else to_ask
