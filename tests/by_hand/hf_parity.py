@@ -121,7 +121,13 @@ def loader(config):
     return transformers.AutoModelForCausalLM
 
 
-def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path, **options) -> None:
+def make_adapter(
+    base: pathlib.Path,
+    modules: list[str] | str,
+    folder: pathlib.Path,
+    stddev: float = 0.3,
+    **options,
+) -> None:
     """Writes a random PEFT adapter for a `transformers` model. `options`: of PEFT's LoraConfig."""
     import peft
     import torch
@@ -138,7 +144,7 @@ def make_adapter(base: pathlib.Path, modules: list[str], folder: pathlib.Path, *
     with torch.no_grad():
         for weight in model.parameters():
             if weight.requires_grad:
-                weight.copy_(0.3 * torch.randn(weight.shape))
+                weight.copy_(stddev * torch.randn(weight.shape))
     model.peft_config["default"].base_model_name_or_path = base.name  # not where it was today
     model.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)

@@ -132,22 +132,31 @@ def compare_tokens(folder: pathlib.Path) -> None:
     print("tokens: 3 prompts and a conversation are equal")
 
 
+def tune(entry: str, theirs: pathlib.Path, seq_len: int) -> pathlib.Path:
+    """Trains an adapter of a folder that `write_folder` wrote, and exports it as `merged` and `adapter` beside it.
+
+    Returns: the run's folder.
+    """
+    folder = theirs.parent
+    run = [sys.executable, "-m"]
+    tuned, base = folder / "run", f"--restore_from=hf:{theirs}"
+    flags = [f"--dataset={folder / 'rows.jsonl'}", f"--seq_len={seq_len}", "--batch_size=4"]
+    flags += ["--steps=3", "--questions=0", "--lora_rank=2", "--mesh=2x1", "--learning_rate=0.01"]
+    flags += ["--warmup_steps=0", base, f"--workdir={tuned}"]
+    subprocess.run([*run, f"recipes.{entry}", *flags], cwd=ROOT, check=True)
+    export = [*run, "recipes.hf", "export", f"--source={tuned}"]
+    subprocess.run([*export, f"--target={folder / 'merged'}"], cwd=ROOT, check=True)
+    subprocess.run([*export, f"--target={folder / 'adapter'}", "--adapter"], cwd=ROOT, check=True)
+    return tuned
+
+
 def compare_tuning(folder: pathlib.Path) -> None:
     import peft
     import torch
     import transformers
 
     theirs = write_folder(folder)
-    run = [sys.executable, "-m"]
-    tuned, base = folder / "run", f"--restore_from=hf:{theirs}"
-    flags = [f"--dataset={folder / 'rows.jsonl'}", "--seq_len=24", "--batch_size=4", "--steps=5"]
-    flags += ["--lora_rank=2", "--mesh=2x1", "--learning_rate=0.02", "--warmup_steps=0", base]
-    subprocess.run(
-        [*run, "recipes.gemma3_vision", *flags, f"--workdir={tuned}"], cwd=ROOT, check=True
-    )
-    export = [*run, "recipes.hf", "export", f"--source={tuned}"]
-    subprocess.run([*export, f"--target={folder / 'merged'}"], cwd=ROOT, check=True)
-    subprocess.run([*export, f"--target={folder / 'adapter'}", "--adapter"], cwd=ROOT, check=True)
+    tuned = tune("gemma3_vision", theirs, seq_len=24)
     source = checkpoint.find(tuned)
     layout = checkpoint.layout_of(source, make_mesh("1x1"), "dp")
     model = layout.model.merge(checkpoint.restore_variables(source, layout))

@@ -7,6 +7,7 @@
   needs torchvision, is not compared.
 - Logits: small random models of each kind, read by us, on rows with pictures of several aspect ratios, two,
   none and one; what we write gives the same logits in `transformers` again.
+- Adapters of each kind: one that recipes.gemma4_vision trained, exported, in PEFT; one that PEFT made, here.
 - Keys of vision_config with other values: each is refused, or means the same.
 
 `transformers` 5.24 lets positions of 12B's pictures see each other in all layers when it is called, and in
@@ -16,6 +17,7 @@ sliding layers alone when it generates, as in the other models. We do the latter
 import io
 import json
 import pathlib
+import shutil
 import sys
 import tempfile
 
@@ -30,8 +32,11 @@ from recipes.common import checkpoint, hf
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import paths
+from tests.by_hand.hf_parity import make_adapter, params_of_adapter
+from tests.by_hand.pictures_parity import tune
 from tests.conftest import ROOT
 from tests.support.hf_families import FULL, GEMMA4, SLIDING, TOLERANCE
+from tests.support.pictured_folder import write_folder
 
 GOLDEN = ROOT / "tests" / "golden" / "pictures"
 SIZES = [
@@ -256,11 +261,11 @@ def compare_keys() -> None:
 
 def both_logits(kind: str, model, source):
     """(our logits, theirs, tokens, pictures, our variables)."""
-    config = source.config
+    layout = checkpoint.layout_of(source, make_mesh("1x1"), "dp")
+    config = layout.config
     form = SquareForm(config.square, config.picture_tokens, 3, config.resample)
     tokens, arrays = rows_of(form)
     wanted = their_logits(kind, model, tokens, arrays)
-    layout = checkpoint.layout_of(source, make_mesh("1x1"), "dp")
     variables = checkpoint.restore_variables(source, layout)
     run = nnx.jit(lambda model, tokens, arrays: model(tokens, None, **arrays))
     ours = np.asarray(run(layout.model.merge(variables), tokens, arrays))
@@ -298,9 +303,52 @@ def compare_logits(kind: str, folder: pathlib.Path, update_golden: bool) -> None
         )  # fmt: skip
 
 
+ADAPTED = r"model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj"
+LORA = "gemma4_lora"  # in GOLDEN, of the first kind
+
+
+def compare_adapters(kind: str, folder: pathlib.Path, update_golden: bool) -> None:
+    import peft
+    import transformers
+
+    theirs, entry = write_folder(folder, GOLDEN / kind), "gemma4_vision"
+    base = f"hf:{theirs}"
+
+    def with_peft(adapter: pathlib.Path):
+        model = transformers.AutoModelForImageTextToText.from_pretrained(theirs)
+        return peft.PeftModel.from_pretrained(model, adapter).eval()
+
+    run = tune(entry, theirs, seq_len=T)
+    plain = both_logits(kind, with_peft(folder / "adapter").unload(), hf.open_folder(theirs, entry))
+    ours, wanted = both_logits(kind, with_peft(folder / "adapter"), checkpoint.find(run))[:2]
+    trained = np.abs(ours - wanted).max()
+    assert np.abs(wanted - plain[1]).max() > 100 * TOLERANCE, "the adapter changes nothing"
+    made, back = folder / LORA, folder / "back"
+    make_adapter(theirs, ADAPTED, made, stddev=0.1)
+    source = checkpoint.find(made, base=base, entry=entry)
+    ours, wanted = both_logits(kind, with_peft(made), source)[:2]
+    read = np.abs(ours - wanted).max()
+    factors = params_of_adapter(source.adapter)
+    hf.write_adapter(
+        back, entry, source.adapter.config, None, factors.__getitem__,
+        architecture=source.metadata["architecture"],
+    )  # fmt: skip
+    again = np.abs(both_logits(kind, with_peft(back), source)[1] - wanted).max()
+    print(f"{kind}: an adapter of ours in PEFT differs by {trained:.1e}; one of PEFT's here by {read:.1e}, "
+          f"exported and in PEFT by {again:.1e}")  # fmt: skip
+    assert max(trained, read) < TOLERANCE
+    assert again == 0
+    if update_golden and LORA.startswith(f"{kind}_"):
+        shutil.copytree(made, GOLDEN / LORA, dirs_exist_ok=True)
+        np.save(GOLDEN / LORA / "logits.npy", wanted[:, ::8].astype(np.float32))
+
+
 if __name__ == "__main__":
+    update_golden = "--update-golden" in sys.argv
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as place:
-            compare_logits(kind, pathlib.Path(place), "--update-golden" in sys.argv)
+            compare_logits(kind, pathlib.Path(place), update_golden)
+        with tempfile.TemporaryDirectory() as place:
+            compare_adapters(kind, pathlib.Path(place), update_golden)
     compare_pixels()
     compare_keys()

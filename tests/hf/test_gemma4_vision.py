@@ -1,9 +1,12 @@
 """Folders of Gemma 4 that see: read whole or as texts alone, and written back bit-equal."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -18,6 +21,7 @@ from recipes.common.sharding.abstract import paths
 from tests.conftest import ROOT, full_except
 from tests.support.hf_families import TOLERANCE
 from tests.support.quick import QUICK
+from tests.support.runs import assert_bit_equal
 from zoo.gemma4_vision import SIZES
 
 pytestmark = pytest.mark.promise("hugging-face")
@@ -57,21 +61,31 @@ def folder(tmp_path):
 )
 def test_logits_are_those_of_transformers(kind, mesh, rules):
     """Positions of a picture see each other in sliding layers alone, where the config says so."""
-    source = hf.open_folder(GOLDEN / kind, ENTRY)
-    layout = checkpoint.layout_of(source, make_mesh(mesh), rules)
-    variables = checkpoint.restore_variables(source, layout)
+    logits = program(kind, mesh, rules)(hf.open_folder(GOLDEN / kind, ENTRY))
+    wanted = np.load(GOLDEN / kind / "outputs.npz")["logits"]
+    np.testing.assert_allclose(logits, wanted, atol=TOLERANCE)
+
+
+@functools.cache
+def program(kind: str, mesh: str, rules: str):
+    """A function from a source of a golden folder's architecture to the logits of its rows."""
+    layout = checkpoint.layout_of(hf.open_folder(GOLDEN / kind, ENTRY), make_mesh(mesh), rules)
     stored = np.load(GOLDEN / kind / "outputs.npz")
-    rows = {
-        name: np.resize(stored[name], (4, *stored[name].shape[1:]))
+    rows = [
+        np.resize(stored[name], (4, *stored[name].shape[1:]))
         for name in ("tokens", "images", "grids")
-    }
+    ]
 
     def run(variables, tokens, images, grids):
         return layout.model.merge(variables)(tokens, None, images, grids)
 
-    given = (variables, *rows.values())
-    logits = layout.compile(run, *given, compiler_options=QUICK)(*given)
-    np.testing.assert_allclose(np.asarray(logits)[:3], stored["logits"], atol=TOLERANCE)
+    compiled = layout.compile(run, layout.variables(), *rows, compiler_options=QUICK)
+
+    def logits(source) -> np.ndarray:
+        variables = checkpoint.restore_variables(source, layout)
+        return np.asarray(compiled(variables, *rows))[:3]
+
+    return logits
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,6 +107,46 @@ def test_a_folder_is_written_back_bit_equal(kind, tmp_path):
     assert theirs.keys() == ours.keys()
     assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
     assert all(name == canonical(name) for name in stored[1]), "published names"
+
+
+LORA = GOLDEN / "gemma4_lora"  # made by PEFT, of the decoder's projections, by the same script
+
+
+def peft_source():
+    return checkpoint.find(LORA, base=f"hf:{GOLDEN / 'gemma4'}", entry=ENTRY)
+
+
+@pytest.mark.full
+def test_logits_with_an_adapter_are_those_of_peft():
+    """Merged; the golden has every eighth position."""
+    wanted = np.load(LORA / "logits.npy")
+    base = np.load(GOLDEN / "gemma4" / "outputs.npz")["logits"]
+    assert np.abs(wanted - base[:, ::8]).max() > 0.1
+    logits = program("gemma4", "1x1", "dp")(peft_source())
+    np.testing.assert_allclose(logits[:, ::8], wanted, atol=TOLERANCE)
+
+
+def test_an_adapter_of_peft_is_written_back_bit_equal(tmp_path):
+    """PEFT then adapts the same modules: not those of the tower that have the same names."""
+    adapter = peft_source().adapter
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.tree.map(lambda x: x.update(sharding=one), adapter.shapes())
+    factors = {path: np.asarray(x) for path, x in paths(adapter.read(shapes)["params"]).items()}
+    back = tmp_path / "back"
+    hf.write_adapter(back, ENTRY, adapter.config, None, factors.__getitem__)
+    theirs, ours = (
+        safetensors.numpy.load_file(folder / "adapter_model.safetensors") for folder in (LORA, back)
+    )
+    assert_bit_equal(ours, theirs)
+    modules = {
+        module
+        for name in safetensors.numpy.load_file(GOLDEN / "gemma4" / "model.safetensors")
+        for module in itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+    }
+    targets = json.loads((back / "adapter_config.json").read_text())["target_modules"]
+    chosen = {module for module in modules if any(f".{module}".endswith(f".{x}") for x in targets)}
+    start = "base_model.model."
+    assert chosen == {name.removeprefix(start).partition(".lora_")[0] for name in theirs}
 
 
 def test_the_entry_decides_what_is_read():

@@ -4,6 +4,7 @@ Only plain LoRA is supported, W + A·B · lora_alpha / r; errors name the key of
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -376,7 +377,11 @@ def write_adapter(
     expanded = list(tensors.expand(names, paths(shapes_of(entry, config)["params"])))
     modules = sorted({t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name})
     plain = paths(shapes_of(entry, dataclasses.replace(config, lora_rank=0))["params"])
-    every = {tensor.name.rpartition(".")[0] for tensor in tensors.expand(names, plain)}
+    every = {
+        module
+        for tensor in tensors.expand(names, plain)
+        for module in itertools.accumulate(tensor.name.split(".")[:-1], "{}.{}".format)
+    }
     theirs = {
         "peft_type": "LORA",
         # PEFT has no class for masks, towers or pictures; None suits every model.
@@ -404,7 +409,8 @@ def target_modules(modules: list[str], every: set[str]) -> list[str]:
 
     Args:
       modules: names of those with an adapter, with PREFIX.
-      every: names of all modules of the model, with PREFIX.
+      every: names of all modules of the model, with PREFIX; also of those that hold others, which
+        PEFT would replace too: Gemma 4's tower has its projections inside modules of the same names.
     """
     names = set()
     for module in modules:
