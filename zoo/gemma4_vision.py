@@ -174,8 +174,9 @@ def tower_config(config: Config) -> TowerConfig | None:
     """The tower's architecture, if there is one. Raises ValueError if it can't be."""
     if not config.tower_layers:
         return None
-    compute = {field.name: vars(config)[field.name] for field in dataclasses.fields(ComputeOptions)}
-    compute |= {"lora_rank": 0}  # adapters are the decoder's; the tower is then frozen
+    names = (field.name for field in dataclasses.fields(ComputeOptions))
+    # Adapters are the decoder's; the tower is then frozen.
+    compute = {name: vars(config)[name] for name in names if not name.startswith("lora_")}
     compute["remat"] = config.remat if config.remat in TowerConfig.REMAT else "full"
     return TowerConfig(
         embed=config.tower_embed,

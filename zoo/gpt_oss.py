@@ -157,6 +157,7 @@ class Experts(nnx.Module):
         self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), (2 * L * F) ** -0.5)
         self.down_bias = param(rngs, (E, D), ("router", "norm"), 0.0)
         self.routes = Routes()
+        config.add_weights(self, rngs, gate=1, up=1, down=1)
 
     def __call__(self, x_BTD, inputs):
         """Returns the output to add to the residual, and the metrics of `measure`; see `mix`."""

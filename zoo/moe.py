@@ -72,7 +72,7 @@ class Config(LlamaOptions):
     layer_kinds: tuple[AttentionType, ...] = ()
     tie_embeddings: bool = True
     _: dataclasses.KW_ONLY
-    lora_targets: tuple[str, ...] = ("q", "k", "v", "o")  # weights with an adapter; no experts
+    lora_targets: tuple[str, ...] = ("q", "k", "v", "o")  # weights with an adapter
 
     remat: str = one_of("full", EXPERT_REMAT)
 

@@ -27,6 +27,7 @@ from recipes.common.hf.folder import UNIMPORTANT
 from recipes.common.sharding.abstract import paths
 from tests.support.golden_folders import GOLDEN
 from tests.support.hf_families import (
+    ADAPTED_EXPERTS,
     ADAPTERS,
     FAMILIES,
     FULL,
@@ -202,7 +203,8 @@ def compare(name: str, work: pathlib.Path) -> None:
 def compare_adapter(name: str, work: pathlib.Path) -> None:
     """Compares an adapter of a golden model: PEFT's merged by us, and ours loaded by PEFT."""
     base, theirs, back = GOLDEN / name, work / f"{name}_lora", work / f"{name}_lora_back"
-    make_adapter(base, ADAPTERS[name], theirs)
+    experts = {"target_parameters": ADAPTED_EXPERTS[name]} if name in ADAPTED_EXPERTS else {}
+    make_adapter(base, ADAPTERS[name], theirs, **experts)
     wanted, without = their_logits(base, theirs), their_logits(base)
     meshes = FAMILIES[name].meshes
     found = [np.abs(our_logits(theirs, *on, f"hf:{base}") - wanted).max() for on in meshes]

@@ -47,6 +47,7 @@ from zoo import moe
 from zoo.core.layers import multiply
 from zoo.llama_relatives import Config, Transformer
 from zoo.options.lora import AdaptedWeight
+from zoo.options.weights import EXPERT_TARGETS
 
 pytestmark = pytest.mark.promise("lora")
 
@@ -61,11 +62,15 @@ CONFIGS = {
     "tiny": LORA,
     "odd": ODD,
     "moe": dataclasses.replace(moe.Config.tiny(), **ADAPTED),
+    "experts": dataclasses.replace(
+        moe.Config.tiny(), lora_targets=("q", "o", *EXPERT_TARGETS), **ADAPTED
+    ),
     # With a bias for each expert: buffers, which training moves beside the adapters.
     "biases": dataclasses.replace(moe.Config.tiny(), balance_rate=0.01, **ADAPTED),
 }
 CASES = [("tiny", "4x2"), ("tiny", "1x8"), ("tiny", "2x2x2"), ("odd", "1x8")]
 CASES += [("biases", "data=2,expert=4")]
+CASES += [("experts", "data=2,expert=2,model=2")]
 
 
 def entry_of(config) -> str:
@@ -96,6 +101,13 @@ def variables(name: str) -> dict:
     return jax.tree_util.tree_map_with_path(value, shapes)
 
 
+def products(a, b, stacked: int) -> np.ndarray:
+    """A · B of each index of the first `stacked` dims."""
+    if not stacked:
+        return np.tensordot(a, b, 1)
+    return np.stack([products(*pair, stacked - 1) for pair in zip(a, b, strict=True)])
+
+
 @functools.cache
 def merged(name: str) -> dict:
     """The variables of the plain model, with A·B added in NumPy."""
@@ -103,8 +115,8 @@ def merged(name: str) -> dict:
     params, factors = paths(found["base"]), paths(found["params"])
     for path, a in factors.items():
         if path.endswith("/a"):
-            layers = zip(a, factors[f"{path[:-1]}b"], strict=True)
-            product = np.stack([np.tensordot(a, b, 1) for a, b in layers])
+            stacked = 1 + ("/experts/" in path)  # of layers, and of experts
+            product = products(a, factors[f"{path[:-1]}b"], stacked)
             weight = path.removesuffix("/a").replace("/lora", "")
             params[weight] = params[weight] + product * (config.lora_alpha / config.lora_rank)
     return {"params": nested(params)} | buffers(found)
@@ -144,7 +156,7 @@ def test_step_0_is_the_base_exactly(name, quick):
     np.testing.assert_array_equal(found, logits(plain(config), base))
 
 
-@pytest.mark.parametrize("name", full_except(["tiny", "biases"], ["tiny"]))
+@pytest.mark.parametrize("name", full_except(["tiny", "biases", "experts"], ["tiny"]))
 def test_merged_logits_are_those_of_base_and_adapter(name, strict):
     config, every = CONFIGS[name], variables(name)
     apart = logits(config, every)
@@ -161,15 +173,26 @@ def test_only_chosen_weights_have_adapters():
     assert layout_of(dataclasses.replace(ODD, lora_rank=0)).model.shapes.keys() == {"params"}
 
 
-def test_experts_have_no_adapters():
-    found = layout_of(CONFIGS["moe"]).model.shapes
-    where = {path.rpartition("/lora/")[::2] for path in paths(found["params"])}
-    assert where == {("layers/attention", f"{name}/{factor}") for name in "qkvo" for factor in "ab"}
-    assert {*found["base"]["layers"]["experts"]} == {"router", "gate", "up", "down"}
+def test_experts_have_adapters_if_they_are_named():
+    """By default none; then each expert has an A and a B of its own."""
+
+    def adapted(name: str) -> set[str]:
+        found = layout_of(CONFIGS[name]).model.shapes
+        assert {*found["base"]["layers"]["experts"]} == {"router", "gate", "up", "down"}
+        return {path for path in paths(found["params"]) if path.startswith("layers/experts")}
+
+    assert not adapted("moe")
+    names = {f"{name}/{factor}" for name in ("gate", "up", "down") for factor in "ab"}
+    assert adapted("experts") == {f"layers/experts/lora/{name}" for name in names}
+    factors = layout_of(CONFIGS["experts"]).model.shapes["params"]["layers"]["experts"]["lora"]
+    assert factors["down"]["a"].shape == (2, 8, 64, 4)
+    assert factors["down"]["b"].shape == (2, 8, 4, 64)
     for target in ("gate", "up", "down", "router"):
-        said = f"lora_targets has {target!r}, which is not one of q, k, v, o"
+        said = f"lora_targets has {target!r}, which is not one of q, k, v, o, expert_gate, "
         with pytest.raises(ValueError, match=said):
             dataclasses.replace(CONFIGS["moe"], lora_targets=("q", target))
+    with pytest.raises(ValueError, match="has 'expert_up', which is not one of q"):
+        dataclasses.replace(PLAIN, lora_targets=("expert_up",))
 
 
 def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
@@ -193,7 +216,10 @@ def test_in_bfloat16_what_an_adapter_adds_is_not_lost_in_the_weight(strict):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("tiny", "4x2"), ("tiny", "2x2x2"), ("moe", "4x2"), ("moe", "data=2,expert=4")],
+    [
+        *[("tiny", "4x2"), ("tiny", "2x2x2"), ("moe", "4x2"), ("moe", "data=2,expert=4")],
+        ("experts", "data=2,expert=2,model=2"),
+    ],
 )
 def test_adapters_are_sharded_as_reviewed(name, mesh, golden):
     lines, entry = [], entry_of(CONFIGS[name])
@@ -612,7 +638,7 @@ def test_a_run_trains_an_adapter_resumes_and_is_given_on(inside, book, quick, tm
 # ---- PEFT ----------------------------------------------------------------------------------------
 
 
-FAMILY = ("gpt2", "gemma3", "gpt_oss", "deepseek_v3", "vit")
+FAMILY = ("gpt2", "gemma3", "gpt_oss", "deepseek_v3", "vit", "gemma4_moe")
 ON_MESHES = [
     (name, mesh) for name in ("llama3", "qwen3", "mixtral") for mesh in FAMILIES[name].meshes[:2]
 ]
@@ -632,7 +658,9 @@ def test_logits_with_a_peft_adapter_match_peft(name, mesh):
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_family_s_adapter_beside_its_base_matches_peft(name):
-    """Nothing is merged, on a mesh. GPT-2's q, k and v share an A; ViT has a head of its own."""
+    """Nothing is merged, on a mesh. GPT-2's q, k and v share an A; ViT has a head of its own; Gemma 4's
+    experts have adapters.
+    """
     wanted = np.load(GOLDEN / f"{name}_lora" / "logits.npy")
     source = checkpoint.find(GOLDEN / f"{name}_lora", base=f"hf:{GOLDEN / name}")
     config, (mesh, rules) = source.adapter.config, FAMILIES[name].meshes[1]
@@ -692,7 +720,8 @@ def test_a_family_s_peft_adapter_is_exported_bit_equal(name, tmp_path):
         json.loads((folder / "adapter_config.json").read_text())
         for folder in (golden, tmp_path / "back")
     )
-    assert {*theirs["target_modules"]} == {*ours["target_modules"]}
+    for key in ("target_modules", "target_parameters"):
+        assert {*(theirs[key] or ())} == {*ours.get(key, ())}, key
     for key in ("r", "lora_alpha", "task_type"):
         assert theirs[key] == ours[key], key
     assert theirs["modules_to_save"] == ours.get("modules_to_save")
@@ -726,6 +755,41 @@ def test_a_relative_s_peft_adapter_matches_peft_and_is_exported_bit_equal(name, 
         for keys in (theirs, ours)
     ]
     assert chosen[0] == chosen[1] != set()
+
+
+def test_factors_of_experts_lie_side_by_side_in_peft_s(tmp_path):
+    """PEFT has one A for an expert's gate and up, and names a module's second weight by its wrapper."""
+    plain = hf.Folder(GOLDEN / "gemma4_moe").config
+    targets = {"lora_targets": ("expert_gate", "expert_up", "expert_down")}
+    config = dataclasses.replace(plain, lora_rank=2, lora_alpha=6.0, **targets)
+    shapes, random = hf.folder.shapes_of("gemma4", config), np.random.default_rng(0)
+    ours = {p: np.float32(random.normal(size=x.shape)) for p, x in paths(shapes["params"]).items()}
+    hf.write_adapter(tmp_path / "out", "gemma4", config, None, ours.__getitem__)
+    keys = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (keys["r"], keys["lora_alpha"], keys["target_modules"]) == (4, 12.0, [])
+    assert keys["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
+    experts = "base_model.model.model.layers.0.experts"
+    E, D, F = plain.num_experts, plain.embed, plain.expert_mlp
+    stored = tensors_of(tmp_path / "out")
+    assert stored[f"{experts}.base_layer.lora_A.weight"].shape == (E * 4, D)
+    assert stored[f"{experts}.base_layer.lora_B.weight"].shape == (2 * F, E * 4)
+    assert stored[f"{experts}.lora_A.weight"].shape == (E * 4, F)
+    read = read_adapter(tmp_path / "out", "gemma4_moe")
+    assert read.keys() == ours.keys()
+    for a in [path for path in ours if path.endswith("/a")]:
+        theirs, want = (products(x[a], x[f"{a[:-1]}b"], stacked=2) for x in (read, ours))
+        np.testing.assert_allclose(theirs, want, rtol=0, atol=1e-5, err_msg=a)
+
+
+def test_an_adapter_of_experts_that_peft_can_not_load_is_refused(tmp_path):
+    """Folders of Mixtral have a tensor for each expert."""
+    plain = hf.Folder(GOLDEN / "mixtral").config
+    config = dataclasses.replace(plain, lora_rank=2, lora_targets=("q", "expert_up"))
+    with pytest.raises(
+        UserError, match="PEFT has no adapter like layers/experts/lora/up/a of 'moe'"
+    ):
+        hf.write_adapter(tmp_path / "out", "moe", config, None, None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_gpt2_s_factors_lie_side_by_side_in_peft_s(tmp_path):

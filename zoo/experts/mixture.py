@@ -167,6 +167,8 @@ class GatedExperts(nnx.Module):
         self.down = param(rngs, (E, F, C), ("expert", "mlp", "expert_embed"), down_stddev)
         self.bias = zeros((E,), ("router",), Balance) if biased else None
         self.routes = Routes()
+        gated = {"gate": 1} if gate else {}
+        config.add_weights(self, rngs, **gated, up=1, down=1)
 
     def __call__(self, x_BTD, inputs: AttentionInputs, scored_BTD=None):
         """Returns the output to add to the residual, and the metrics of `measure`; see `mix`.
@@ -248,6 +250,10 @@ def mix(
       weights: parameters [E, ...].
       scored_BTD: what `route` reads, whole rows; None: x_BTD.
     """
+    if config.lora_rank:
+        from ..options.lora import with_factors
+
+        expert, weights = with_factors(expert, weights)
     capacity = None if inputs.generates else config.capacity
     load_limit = 0.0 if inputs.generates or capacity is not None else config.load_limit
     x_BTD = gather_positions(x_BTD)

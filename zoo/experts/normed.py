@@ -33,6 +33,7 @@ class NormedExperts(nnx.Module):
         self.down = param(rngs, (E, F, D), ("expert", "mlp", "expert_embed"), down_stddev)
         self.out_norm = RMSNorm(D, config.norm_eps)
         self.routes = Routes()
+        config.add_weights(self, rngs, gate=1, up=1, down=1)
 
     def __call__(self, x_BTD, inputs: AttentionInputs):
         """Returns what to add to the MLP's output, and the metrics of `mixture.measure`.

@@ -1,6 +1,9 @@
 """LoRA: low-rank adapters of a model's weights (Hu et al. 2021), with config.lora_rank."""
 
+import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +13,25 @@ from ..core.layers import WeightInUse, multiply
 from ..core.sharding import param
 
 
-class Adapter(nnx.Module):
-    """A low-rank A · B · scale to add to a weight; B starts at zero, so it initially adds nothing."""
+EXPERT = "expert"  # the logical axis of stacked experts' weights, and how their lora_targets begin
 
-    def __init__(self, weight, contract: int, config, *, rngs: nnx.Rngs):
+
+class Adapter(nnx.Module):
+    """A low-rank A · B · scale to add to a weight; B starts at zero, so it initially adds nothing.
+
+    Args:
+      contract: how many dims of its input the weight contracts.
+      stacked: dims before these, such as that of experts, each of which gets its own A and B.
+    """
+
+    def __init__(self, weight, contract: int, config, stacked: int = 0, *, rngs: nnx.Rngs):
         rank, axes = config.lora_rank, weight.out_sharding
-        inner, outer = weight.shape[:contract], weight.shape[contract:]
-        a_axes, stddev = (*axes[:contract], "lora"), math.prod(inner) ** -0.5
-        self.a = param(rngs, (*inner, rank), a_axes, stddev, nnx.LoRAParam)
-        self.b = param(rngs, (rank, *outer), ("lora", *axes[contract:]), 0.0, nnx.LoRAParam)
+        end = stacked + contract
+        stack, inner, outer = weight.shape[:stacked], weight.shape[stacked:end], weight.shape[end:]
+        a_axes, b_axes = (*axes[:end], "lora"), (*axes[:stacked], "lora", *axes[end:])
+        stddev = math.prod(inner) ** -0.5
+        self.a = param(rngs, (*stack, *inner, rank), a_axes, stddev, nnx.LoRAParam)
+        self.b = param(rngs, (*stack, rank, *outer), b_axes, 0.0, nnx.LoRAParam)
         self.scale = config.lora_alpha / rank
 
 
@@ -28,10 +41,13 @@ def make_adapters(module, config, rngs: nnx.Rngs, contracted: dict[str, int]) ->
     Args:
       contracted: a weight that can have one → how many dims of its input it contracts.
     """
-    names = [name for name in contracted if name in config.lora_targets]
-    return nnx.Dict(
-        {name: Adapter(vars(module)[name], contracted[name], config, rngs=rngs) for name in names}
-    )
+    adapters = {}
+    for name, contract in contracted.items():
+        weight = vars(module)[name]
+        is_stacked = weight.out_sharding[0] == EXPERT
+        if (f"{EXPERT}_{name}" if is_stacked else name) in config.lora_targets:
+            adapters[name] = Adapter(weight, contract, config, stacked=int(is_stacked), rngs=rngs)
+    return nnx.Dict(adapters)
 
 
 def adapted(layer):
@@ -78,3 +94,35 @@ class AdaptedWeight(WeightInUse):
         weight = self.weight
         w = weight.dense() if isinstance(weight, WeightInUse) else weight[...]
         return w + jnp.tensordot(self.adapter.a[...], self.adapter.b[...], 1) * self.adapter.scale
+
+
+class LowRank(NamedTuple):
+    """An expert's weight and its adapter, where mixture.mix has a weight."""
+
+    weight: Any
+    a: jax.Array
+    b: jax.Array
+    scale: float
+
+
+def with_factors(expert: Callable, weights: Sequence[nnx.Param]) -> tuple[Callable, list]:
+    """(a function like `expert` of mixture.mix that adds what adapters add, weights and factors for it)."""
+    adapters = {n: w.adapter for n, w in enumerate(weights) if isinstance(w, AdaptedWeight)}
+    plain = [w.weight if isinstance(w, AdaptedWeight) else w for w in weights]
+    factors = [factor for adapter in adapters.values() for factor in (adapter.a, adapter.b)]
+
+    def compute(product, x, *operands):
+        own, remaining = [*operands[: len(plain)]], iter(operands[len(plain) :])
+        for n, adapter in adapters.items():
+            own[n] = LowRank(own[n], next(remaining), next(remaining), adapter.scale)
+        return expert(functools.partial(low_rank_product, product), x, *own)
+
+    return compute, plain + factors
+
+
+def low_rank_product(product: Callable, x, operand) -> jax.Array:
+    """product(x, operand), also of a LowRank."""
+    if not isinstance(operand, LowRank):
+        return product(x, operand)
+    low_rank = product(product(x, operand.a), operand.b)
+    return product(x, operand.weight) + low_rank * operand.scale

@@ -16,13 +16,23 @@ MATMUL_GRADIENTS = ("", "bfloat16")  # of Config.matmul_backward
 REDUCE_DTYPES = ("", "float32")  # of Config.reduce_dtype
 
 
+# Experts' weights in lora_targets; no default has them.
+EXPERT_TARGETS = ("expert_gate", "expert_up", "expert_down")
+
+
+def adaptable(config: type) -> tuple[str, ...]:
+    """What lora_targets of a class of Configs may list: its default, and weights of experts."""
+    has_experts = "num_experts" in config.__dataclass_fields__
+    return config.lora_targets + (EXPERT_TARGETS if has_experts else ())
+
+
 def check(config) -> None:
     """Raises ValueError if a Config's options of weights exclude each other."""
     if config.reduce_dtype and config.matmul:
         raise ValueError(
             f"reduce_dtype={config.reduce_dtype} is for matmuls in dtype, and matmul={config.matmul}"
         )
-    targets = type(config).lora_targets
+    targets = adaptable(type(config))
     for name in config.lora_targets:
         if name not in targets:
             raise ValueError(f"lora_targets has {name!r}, which is not one of {', '.join(targets)}")

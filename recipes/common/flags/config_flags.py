@@ -24,6 +24,7 @@ from recipes.common.runtime.flags import choose, split
 from zoo.core.config import bounds_of
 from zoo.options.compute_options import ComputeOptions
 from zoo.options.quantization import FLOAT8_DEVICES, has_float8
+from zoo.options.weights import adaptable
 
 DECODER = (  # fields of every decoder that have a flag
     *("dtype", "matmul", "matmul_backward", "reduce_dtype", "remat"),
@@ -96,8 +97,7 @@ def field_flag(config: type, name: str, remat: Iterable[str] = ()) -> Any:
     help = comment(config, name)
     if name in DEFAULTS:
         default, meaning = DEFAULTS[name]
-        targets = ",".join(config.lora_targets) if name == "lora_targets" else ""
-        help += f"; {meaning}{targets}"
+        help += f"; {meaning}{named_targets(config) if name == 'lora_targets' else ''}"
     elif name not in COMPUTE and name != "lora_rank":
         default = least = _unset(config, name)
         unset = "empty" if default == "" else f"{default:g}"
@@ -175,7 +175,7 @@ def configure(config: Any, flags: Any, device: Any) -> Any:
         changes["dtype"] = flags.dtype or default_dtype(device)
         _check_matmul_flags(flags, device)
     if "lora_rank" in vars(flags):
-        changes |= lora_fields(flags, type(config).lora_targets)
+        changes |= lora_fields(flags, type(config))
     changes |= read_set(type(config), flags.set, vars(flags))
     changed = replace(config, changes)
     if "unroll" in type(config).__dataclass_fields__.keys() - changes.keys():
@@ -237,12 +237,15 @@ def _set_flags(config: Any, flags: Any) -> dict[str, Any]:
     return changes
 
 
-def lora_fields(flags: Any, targets: tuple[str, ...]) -> dict[str, Any]:
-    """Config's LoRA fields. Raises UserError if the flags don't fit together.
+def named_targets(config: type) -> str:
+    """The weights that --lora_targets may name; `all` means the first of them."""
+    others = [name for name in adaptable(config) if name not in config.lora_targets]
+    also = f" and, which all leaves out, {','.join(others)}" if others else ""
+    return f"{','.join(config.lora_targets)}{also}"
 
-    Args:
-      targets: weights that may have an adapter.
-    """
+
+def lora_fields(flags: Any, config: type) -> dict[str, Any]:
+    """Config's LoRA fields. Raises UserError if the flags don't fit together."""
     if not flags.lora_rank:
         for name in ("lora_alpha", "lora_targets"):
             if (value := getattr(flags, name)) != DEFAULTS[name][0]:
@@ -251,7 +254,8 @@ def lora_fields(flags: Any, targets: tuple[str, ...]) -> dict[str, Any]:
                     "example, --lora_rank=8"
                 )
         return {"lora_rank": 0}
-    wanted = targets if flags.lora_targets == "all" else split(flags.lora_targets)
+    targets = adaptable(config)
+    wanted = config.lora_targets if flags.lora_targets == "all" else split(flags.lora_targets)
     for name in wanted:
         if name not in targets:
             raise UserError(

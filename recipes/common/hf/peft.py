@@ -4,6 +4,7 @@ Only plain LoRA is supported, W + A·B · lora_alpha / r; errors name the key of
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -30,6 +31,7 @@ from recipes.common.hf.folder import (
 )
 from recipes.common.runtime.errors import UserError
 from recipes.common.sharding.abstract import Tree, nested, paths
+from zoo.options.weights import EXPERT_TARGETS, adaptable
 
 WITHOUT_TASK = (bert.ENTRY, siglip.ENTRY, vit.ENTRY)  # entries whose models generate nothing
 CONFIG = "adapter_config.json"
@@ -37,7 +39,11 @@ STEM = "adapter_model"  # stem of its tensor files
 PREFIX = "base_model.model."  # of its tensors' names
 
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}  # others are compared in float32
-READ = ("r", "lora_alpha", "base_model_name_or_path")
+READ = ("r", "lora_alpha", "base_model_name_or_path", "target_parameters")
+# Stacked weights of a module of experts, in the order in which its class in `transformers` has them.
+# PEFT wraps the module once for each of them that it adapts.
+PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+WRAPPED = ".base_layer"  # in a tensor's name, once for each later wrapper
 # Keys about training, keys that the tensors imply, and options of keys that are refused anyway.
 IGNORED_KEYS = {
     *("auto_mapping", "inference_mode", "peft_version", "task_type", "lora_dropout"),
@@ -92,7 +98,7 @@ class Adapter:
             )
         # A base may have what no family says, such as experts' biases: adapters don't touch it.
         family, _ = nearest_family(entry, config, base.get("architecture") or "")
-        known = type(config).lora_targets
+        known = adaptable(type(config))
         names = {name.removeprefix(PREFIX): tensor for name, tensor in self.stored.items()}
         names = tensors.rename(names, family.canonical, self.path)
         config = family.with_head(config, {name: tensor.shape for name, tensor in names.items()})
@@ -198,6 +204,10 @@ class Adapter:
         """Whether adapter_config.json says that this factor exists, as PEFT reads it."""
         weight = factor.path.replace("/lora/", "/").removesuffix("/a").removesuffix("/b")
         template, *_ = family.tensors(config)[weight]
+        if not template.endswith(".weight"):  # of experts
+            return _matches(
+                self.keys.get("target_parameters") or [], template.format(*factor.index)
+            )
         if not self._in_layers(factor.name):
             return False
         targets, others = (self.keys.get(f"{option}_modules") for option in ("target", "exclude"))
@@ -281,15 +291,43 @@ def read_adapter(path: pathlib.Path) -> Adapter:
         "base": {"path": f"hf:{base}", "sha256": None},
     }
     stored = tensors.find(path, STEM)
+    stored = tensors.rename(stored, functools.partial(_by_parameter, keys), path)
     _check_left_out(keys, stored, path)
     return Adapter(path, metadata, stored, keys)
+
+
+def _by_parameter(keys: dict[str, Any], name: str) -> str:
+    """A tensor's name, with the weight of experts that it adapts in place of its module's wrappers."""
+    wrapped, _, factor = name.partition(".lora_")
+    module, depth = wrapped.replace(WRAPPED, ""), wrapped.count(WRAPPED)
+    targets = keys.get("target_parameters") or []
+    adapted = [weight for weight in PARAMETERS if _matches(targets, f"{module}.{weight}")]
+    return f"{module}.{adapted[-1 - depth]}.lora_{factor}" if depth < len(adapted) else name
+
+
+def _wrapped(name: str, parameters: Collection[str]) -> str:
+    """The name that PEFT gives a tensor that `_by_parameter` has renamed.
+
+    Args:
+      parameters: the weights of experts that the adapter adapts.
+    """
+    weight, _, factor = name.partition(".lora_")
+    if weight not in parameters:
+        return name
+    module, _, own = weight.rpartition(".")
+    later = PARAMETERS[PARAMETERS.index(own) + 1 :]
+    depth = sum(f"{module}.{other}" in parameters for other in later)
+    return f"{module}{WRAPPED * depth}.lora_{factor}"
 
 
 def _check_left_out(keys: dict[str, Any], stored: Collection[str], path: pathlib.Path) -> None:
     """Raises UserError for factors of modules that target_modules leaves out, which PEFT doesn't read."""
     targets, others = keys.get("target_modules"), keys.get("exclude_modules")
+    parameters = keys.get("target_parameters") or []
     for name in sorted(stored):
         module, is_factor, _ = name.removeprefix(PREFIX).partition(".lora_")
+        if _matches(parameters, module):
+            continue
         is_target = not targets or targets == "all-linear" or _matches(targets, module)
         if is_factor and (not is_target or _matches(others or [], module)):
             key = "exclude_modules" if is_target else "target_modules"
@@ -305,6 +343,8 @@ def _check_names(keys: dict[str, Any], file: pathlib.Path) -> None:
     if type(layers) is int:
         keys["layers_to_transform"] = layers = [layers]
     wrong = [] if not layers or _is_list(layers, int) else ["layers_to_transform"]
+    if keys.get("target_parameters") and not _is_list(keys["target_parameters"], str):
+        wrong.append("target_parameters")
     for key in ("target_modules", "exclude_modules"):
         value = keys.get(key)
         try:
@@ -331,7 +371,18 @@ def _factors(family: Family, config: Any) -> Iterator[tensors.Tensor]:
 
 def _target(path: str) -> str | None:
     """The weight that a factor adapts, as in lora_targets, by the factor's path; None: a head."""
-    return path.split("/")[-2] if "/lora/" in path else None
+    module, is_factor, factor = path.partition("/lora/")
+    return lora_target(module, factor.partition("/")[0]) if is_factor else None
+
+
+def lora_target(module: str, weight: str) -> str:
+    """A weight's name in lora_targets.
+
+    Args:
+      module: its module's path.
+    """
+    is_expert = module.rpartition("/")[2] in ("experts", "mixture")
+    return f"expert_{weight}" if is_expert and f"expert_{weight}" in EXPERT_TARGETS else weight
 
 
 def _module(name: str) -> str:
@@ -374,14 +425,24 @@ def write_adapter(
         path: (PREFIX + family.peft_name(name.removeprefix(PREFIX)), ours, theirs)
         for path, (name, ours, theirs) in table(family, config).items()
     }
-    expanded = list(tensors.expand(names, paths(shapes_of(entry, config)["params"])))
-    modules = sorted({t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name})
+    trained = paths(shapes_of(entry, config)["params"])
+    if without := trained.keys() - names.keys():
+        raise UserError(
+            f"PEFT has no adapter like {min(without)} of {architecture or entry!r}; export it merged "
+            "(without --adapter)"
+        )
+    expanded = list(tensors.expand(names, trained))
+    adapted = {t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name}
     plain = paths(shapes_of(entry, dataclasses.replace(config, lora_rank=0))["params"])
+    weights = {tensor.name for tensor in tensors.expand(names, plain)}
     every = {
         module
-        for tensor in tensors.expand(names, plain)
-        for module in itertools.accumulate(tensor.name.split(".")[:-1], "{}.{}".format)
+        for weight in weights
+        for module in itertools.accumulate(weight.split(".")[:-1], "{}.{}".format)
     }
+    parameters = adapted & weights  # not modules of their own
+    modules = sorted(adapted - parameters)
+    expanded = [tensor._replace(name=_wrapped(tensor.name, parameters)) for tensor in expanded]
     theirs = {
         "peft_type": "LORA",
         # PEFT has no class for masks, towers or pictures; None suits every model.
@@ -397,6 +458,10 @@ def write_adapter(
         "use_dora": False,
         "inference_mode": True,
     }
+    if parameters:
+        theirs["target_parameters"] = sorted(
+            {".".join(weight.split(".")[-2:]) for weight in parameters}
+        )
     if any(".lora_" not in tensor.name for tensor in expanded):
         theirs["modules_to_save"] = [family.head]
     with new_folder(folder, tokens, card, CONFIG) as beside:
@@ -426,8 +491,9 @@ def side_by_side(family: Family, config: Any, read) -> tuple[Any, Any]:
     GPT-2's q, k and v are one tensor, so that PEFT's adapter of them has one A. If ours differ, all
     factors get as many times the rank: the A's side by side, and around each B zeros.
     """
-    has, groups = paths(shapes_of(family.entry, config)["params"]), {}
-    for path, (name, *_) in table(family, config).items():
+    has, groups, ranks = paths(shapes_of(family.entry, config)["params"]), {}, {}
+    for path, (name, ours, _) in table(family, config).items():
+        ranks[path] = name.count("{") + ours.find("r")  # the dim of the rank
         if path.endswith("/a") and path in has:
             groups.setdefault(name, []).append(path)
     shared = [group for group in groups.values() if len(group) > 1]
@@ -446,7 +512,7 @@ def side_by_side(family: Family, config: Any, read) -> tuple[Any, Any]:
         value, place = read(path), group.index(f"{path[:-1]}a")
         parts = [np.zeros_like(value)] * times
         parts[place] = value
-        return np.concatenate(parts, axis=1)  # after the layers
+        return np.concatenate(parts, axis=ranks[path])
 
     wide = {"lora_rank": times * rank, "lora_alpha": times * config.lora_alpha}
     return dataclasses.replace(config, **wide), wider
@@ -455,18 +521,24 @@ def side_by_side(family: Family, config: Any, read) -> tuple[Any, Any]:
 def table(family: Family, config: Any) -> Table:
     """All weights and the factors of each that can have an adapter, in the format of tensors.py.
 
-    Their A is [r, in].
+    Their A is [r, in], and of experts [E·r, in].
     """
-    targets, rows = type(config).lora_targets, {}  # the default lists all that the entry has
+    targets, rows = adaptable(type(config)), {}
     for path, (name, ours, theirs) in family.tensors(config).items():
         module, _, leaf = path.rpartition("/")
         rows[path] = (PREFIX + name, ours, theirs)
-        if leaf in targets:
-            first, second, *order = theirs.split()
-            inner, out = (first, second) if family.in_out else (second, first)
-            name = f"{PREFIX}{name.removesuffix('weight')}lora_"
-            outer = out.replace("#", "")
-            rows[f"{module}/lora/{leaf}/a"] = (f"{name}A.weight", f"{inner}r", f"r {inner}")
-            b = " ".join((out, "r", *order))
-            rows[f"{module}/lora/{leaf}/b"] = (f"{name}B.weight", f"r{outer}", b)
+        target = lora_target(module, leaf)
+        is_expert = target in EXPERT_TARGETS
+        if target not in targets or (is_expert and name.rpartition(".")[2] not in PARAMETERS):
+            continue
+        words = theirs.split()
+        stack = words.pop(0) if is_expert else ""
+        first, second, *order = words
+        is_in_out = first == ours[1] if is_expert else family.in_out
+        inner, out = (first, second) if is_in_out else (second, first)
+        stem = f"{PREFIX}{name.removesuffix('.weight')}.lora_"
+        outer = out.replace("#", "")
+        a = (f"{stem}A.weight", f"{stack}{inner}r", f"{stack}r {inner}")
+        b = (f"{stem}B.weight", f"{stack}r{outer}", " ".join((out, f"r{stack}", *order)))
+        rows |= {f"{module}/lora/{leaf}/a": a, f"{module}/lora/{leaf}/b": b}
     return rows

@@ -130,8 +130,7 @@ class Tensor(NamedTuple):
             outer, *inner = group
             size = math.prod(sizes[dim] for dim in inner)
             where.append(slice(part[outer].start * size, part[outer].stop * size))
-            shape += [-1 if inner else part[outer].stop - part[outer].start]
-            shape += [sizes[dim] for dim in inner]
+            shape += [part[outer].stop - part[outer].start, *(sizes[dim] for dim in inner)]
             cut += [slice(None), *(part[dim] for dim in inner)]
         if self.rows:
             rows = self.rows.row_indices(self._count)[where[0]]
