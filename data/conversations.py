@@ -288,7 +288,7 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
             f"{where} has messages, but the tokenizer {tokenizer.name} has no chat template; use a "
             "chat model's, or rows of text"
         )
-    turns = [len(before) + n for n, message in enumerate(learned) if _is_learned(message)]
+    turns = learned_turns(before, learned)
     messages = [*before, *learned]
     for message in messages:
         for name in WEIGHTS:  # what to learn is not a part of the conversation
@@ -301,6 +301,11 @@ def documents(row: bytes, tokenizer: Tokenizer, where: str) -> list[Document]:
         return [_turn(messages[: n + 1], tokenizer, render) for n in turns]
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
+
+
+def learned_turns(before: list[dict[str, Any]], learned: list[dict[str, Any]]) -> list[int]:
+    """The numbers of the messages of [*before, *learned] that are learned."""
+    return [len(before) + n for n, message in enumerate(learned) if _is_learned(message)]
 
 
 def ignores_tools(row: bytes, tokenizer: Tokenizer) -> bool:

@@ -8,7 +8,8 @@
 
 Pictures (picture_files.py) are in the column `image` or `images`, or in the part of a message. Part by
 part, or by <image> in a text, they take their places in order. In tokens, a picture is a token that
-begins it, placeholders and one that ends it; none of these is a target.
+begins it, placeholders and one that ends it; none of these is a target. Each answer of a dialogue is one,
+and pictures may be in any turn.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from data.tokenizer import Tokenizer
 
 TAG = "<image>"  # where a picture is in a text
 MARK = "\ufffc"  # where it is until it becomes tokens: the character for an object in a text
+BORDER = "\ufdd0"  # between two parts of a message until it is rendered: a character of no text
 SINGLE, SEVERAL, LLAVA = "image", "images", "conversations"  # columns
 PARTS = ("image", "image_url")  # types of parts of a message that are pictures
 
@@ -75,14 +78,37 @@ class PictureTokenizer(Tokenizer):
     begins.
     """
 
-    margin: str = ""
+    picture: PictureTokens = OF_BYTES
 
-    def render(self, *args, **kwargs) -> str:
-        return self.with_margins(super().render(*args, **kwargs))
+    @functools.cached_property
+    def written(self) -> str:
+        """How the chat template writes a part that is a picture; "" if it reads texts alone."""
+        around = [self._library.id_to_token(token) or "" for token in self.picture.around(1)]
+        parts = [{"type": "image"}, {"type": "text", "text": "a"}]
+        try:
+            text = super().render([{"role": "user", "content": parts}])
+        except DataError:
+            return ""
+        names = ("".join(around), *around[:2])
+        return next((name for name in names if name and text.count(name) == 1), "")
+
+    def render(self, messages: list[dict[str, Any]], *args, **kwargs) -> str:
+        """`Tokenizer.render`; the template gets texts with MARK as parts, if it reads parts."""
+        written = self.written if self.template else ""
+        shown = []
+        for message in messages:
+            content = message.get("content") or ""
+            if MARK in content or BORDER in content:
+                content = parts_of(content) if written else content.replace(BORDER, "")
+                message = message | {"content": content}
+            shown.append(message)
+        text = super().render(shown, *args, **kwargs)
+        return self.with_margins(text.replace(written, MARK) if written else text)
 
     def with_margins(self, text: str) -> str:
         """A text with a margin around each MARK."""
-        return text.replace(MARK, self.margin + MARK + self.margin)
+        margin = self.picture.margin
+        return text.replace(MARK, margin + MARK + margin)
 
     @functools.cached_property
     def mark(self) -> np.ndarray:
@@ -110,7 +136,13 @@ class PictureTokenizer(Tokenizer):
 def for_pictures(tokenizer: Tokenizer, picture: PictureTokens) -> PictureTokenizer:
     """The tokenizer of texts with pictures."""
     fields = {field.name: vars(tokenizer)[field.name] for field in dataclasses.fields(Tokenizer)}
-    return PictureTokenizer(**fields, margin=picture.margin)
+    return PictureTokenizer(**fields, picture=picture)
+
+
+def parts_of(content: str) -> list[dict[str, str]]:
+    """The parts of a message's text with MARK and BORDER, as templates read them."""
+    parts = filter(None, re.split(f"({MARK})|{BORDER}", content))
+    return [{"type": "image"} if x == MARK else {"type": "text", "text": x} for x in parts]
 
 
 # ---- rows to learn -------------------------------------------------------------------------------
@@ -130,16 +162,19 @@ def encoded(
     kind = MESSAGES if "messages" in row else PAIRS
     checked = conversations.checked(row, kind, where)
     before, learned, *context = json.loads(checked)
-    count = _marks([before, learned])
-    check_places(count, len(pictures), where)
+    check_places(_marks([before, learned]), len(pictures), where)
+    places = [len(pictures)]
     if isinstance(before, str):
         texts = map(tokenizer.with_margins, (before, learned))
         checked = json.dumps([*texts, *context], ensure_ascii=False).encode(errors="replace")
+    else:  # up to each turn: a document has all of them, or is one turn with what is before it
+        turns = conversations.learned_turns(before, learned)
+        places = [_marks([*before, *learned][: turn + 1]) for turn in turns]
     counts = picture.counts(pictures, where)
-    for document in conversations.documents(checked, tokenizer, where):
+    documents = conversations.documents(checked, tokenizer, where)
+    for document, wanted in zip(documents, places[-len(documents) :], strict=True):
         tokens, is_target, found = expanded(document, tokenizer.mark, picture, counts)
-        if found > count or (found < count and kind == PAIRS):
-            raise _lost_place(where)
+        check_rendered(found, wanted, where)
         size = conversations.target_bytes(document, tokenizer)
         yield PictureRow(tokens, is_target, tuple(pictures[:found]), where, size)
 
@@ -157,10 +192,13 @@ def _marks(cells: Any) -> int:
     return json.dumps(cells, ensure_ascii=False, default=str).count(MARK)
 
 
-def _lost_place(where: str) -> DataError:
-    return DataError(
-        f"{where}: the chat template does not render each picture's place once; use another template"
-    )
+def check_rendered(found: int, places: int, where: str) -> None:
+    """Raises DataError if a template rendered another number of places than a row has."""
+    if found != places:
+        raise DataError(
+            f"{where}: the chat template renders {found} places for {places} pictures; use another "
+            "template, and texts without its control tokens"
+        )
 
 
 def expanded(
@@ -221,8 +259,7 @@ def asked(
     document = conversations.Document(tokens, np.zeros(len(tokens), bool))
     counts = picture.counts(pictures, where)
     tokens, _, found = expanded(document, tokenizer.mark, picture, counts)
-    if found != len(pictures):
-        raise _lost_place(where)
+    check_rendered(found, len(pictures), where)
     return Prompt(tokens, tuple(pictures))
 
 
@@ -247,15 +284,16 @@ def with_marks(row: Any, folder: pathlib.Path, where: str) -> tuple[dict[str, An
     if not isinstance(row, dict):
         raise DataError(f"{where} is not an object with columns; write one JSON object a line")
     given = row.get(SEVERAL)
-    given = [row.get(SINGLE)] if given is None else given
+    given = row.get(SINGLE) if given is None else given
     listed = [one for one in (given if isinstance(given, list) else [given]) if one is not None]
     if LLAVA in row and "messages" not in row:
-        row = {"messages": _messages_of(row[LLAVA], where)}
+        row = row | {"messages": _messages_of(row[LLAVA], where)}
     kept = {name: cell for name, cell in row.items() if name not in (SINGLE, SEVERAL, LLAVA)}
     in_parts: list[Any] = []
     for name in ("messages", "prompt", "completion"):
         if name in kept:
-            kept[name] = _marked(kept[name], in_parts, where)
+            cell = conversations.messages_of_text(kept[name], name, where)
+            kept[name] = _marked(cell, in_parts, where)
     if in_parts and listed:
         raise DataError(
             f"{where} has pictures in its messages and in a column; keep them in one of the two"
@@ -264,8 +302,11 @@ def with_marks(row: Any, folder: pathlib.Path, where: str) -> tuple[dict[str, An
 
 
 def _messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
-    """Messages of LLaVA's conversations."""
+    """Messages of LLaVA's conversations, or of those that have roles."""
+    turns = conversations.messages_of_text(turns, LLAVA, where)
     is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
+    if is_list and all({"role", "content"} <= {*turn} for turn in turns):
+        return turns
     if not is_list or not all({"from", "value"} <= {*turn} for turn in turns):
         raise DataError(f'{where}: {LLAVA!r} is not a list of {{"from": …, "value": …}}; write one')
     roles = conversations.SPEAKERS
@@ -282,7 +323,8 @@ def _marked(cell: Any, in_parts: list[Any], where: str) -> Any:
     for message in cell:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
-            content = "".join(_text_of_part(part, in_parts, where) for part in content)
+            texts = [_text_of_part(part, in_parts, where) for part in content]
+            content = BORDER.join(filter(None, texts))
         elif isinstance(content, str):
             content = content.replace(TAG, MARK)
         made.append(message | {"content": content} if isinstance(message, dict) else message)

@@ -30,8 +30,10 @@ from data import DataError, added_tokens, buckets, chat, hub, old_tokenizers
 MAIN = "tokenizer.json"
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 TEMPLATE = "chat_template.jinja"
+OLD_TEMPLATE = "chat_template.json"  # of older processors, for texts with pictures
 SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
-FILES = (MAIN, CONFIG, TEMPLATE, GENERATION, SPECIAL, ADDED)  # files that a model folder may have
+# Files that a model folder may have.
+FILES = (MAIN, CONFIG, TEMPLATE, OLD_TEMPLATE, GENERATION, SPECIAL, ADDED)
 MODEL = "config.json"  # the model's own; kept only where no other file names the end-of-text token
 # Unsupported formats: sentencepiece's and tiktoken's.
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
@@ -489,7 +491,8 @@ def _settings(files: dict[str, bytes], name: str) -> dict[str, Any]:
 
 def _template(files: dict[str, bytes], name: str, which: str = "default") -> str:
     template = files[TEMPLATE].decode(errors="replace") if TEMPLATE in files else ""
-    return template or chat.template(_json(files, CONFIG, name), which)
+    of_processor = chat.template(_json(files, OLD_TEMPLATE, name), which)
+    return template or of_processor or chat.template(_json(files, CONFIG, name), which)
 
 
 def _json(files: dict[str, bytes], file: str, name) -> dict[str, Any]:

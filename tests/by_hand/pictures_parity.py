@@ -1,9 +1,11 @@
 """Compares what a model that sees is given and tuned to with `transformers` and PEFT, live. Needs the extra `hf`.
 
-    python -m tests.by_hand.pictures_parity
+    python -m tests.by_hand.pictures_parity                  # the comparison
+    python -m tests.by_hand.pictures_parity --update-golden  # and tests/golden/pictures/dialogues.json anew
 
 - Pixels: pictures of many sizes and modes, as Gemma 3's processor of pictures resizes and normalizes them.
-- Tokens: prompts and a conversation with pictures, as its processor makes them.
+- Tokens: prompts with pictures, as its processor makes them, and dialogues, whose texts and tokens
+  tests/golden/pictures/dialogues.json keeps.
 - Tuning: an adapter of the golden folder that recipes.gemma3_vision trained, exported for PEFT and merged:
   logits of rows with pictures.
 """
@@ -17,29 +19,44 @@ import tempfile
 
 import numpy as np
 import PIL.Image
-import tokenizers
 from flax import nnx
-from tokenizers import AddedToken, models
 
 import tests.conftest  # noqa: F401, simulates the devices
 from data import images, picture_rows, tokenizer
 from recipes.common import checkpoint
 from recipes.common.mesh import make_mesh
 from tests.conftest import ROOT
+from tests.support import gemma_like
 from tests.support.hf_families import TOLERANCE
 from tests.support.pictured_folder import GOLDEN, write_folder
 
 SIZES = [(896, 896), (37, 91), (1_200, 700), (301, 2_048), (5, 3), (900, 895)]
 MODES = ("RGB", "L", "RGBA", "P", "CMYK")
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n"
-    "{% if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text | trim }}{% endif %}"
-    "{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
-CONTROL = ["<bos>", "<eos>", "<pad>", "<start_of_turn>", "<end_of_turn>"]
-CONTROL += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+GOLDEN_DIALOGUES = GOLDEN.parent / "dialogues.json"
+IMAGE = {"type": "image"}
+
+
+def part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+# Pictures first, between and behind texts, in several turns; white space at the borders of parts.
+DIALOGUES = [
+    [
+        {"role": "user", "content": [IMAGE, part("What is it?")]},
+        {"role": "assistant", "content": "a cat."},
+        {"role": "user", "content": [part(" Is "), IMAGE, part(" a cat\n"), part(" too? ")]},
+        {"role": "assistant", "content": [part("no.\n")]},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": " it is a dog."},
+    ],
+    [
+        {"role": "user", "content": "Tell what follows."},
+        {"role": "assistant", "content": "go on."},
+        {"role": "user", "content": [part("\n\n"), IMAGE, IMAGE]},
+        {"role": "assistant", "content": "a dog and a cat."},
+    ],
+]
 
 
 def compare_pixels() -> None:
@@ -62,54 +79,22 @@ def compare_pixels() -> None:
     print(f"pixels: {len(SIZES) * len(MODES)} pictures are equal")
 
 
-def gemma_like() -> tokenizers.Tokenizer:
-    """A tokenizer of Gemma's kind: no pre-tokenizer, spaces are ▁, line breaks merge, bytes are the rest."""
-    words = [
-        "\n",
-        "\n\n",
-        "\n\n\n",
-        "▁",
-        *"abcdefghijklmnopqrstuvwxyzWT?.",
-        *(f"<0x{i:02X}>" for i in range(256)),
-    ]
-    vocab = {word: i for i, word in enumerate(["<unk>", *words])}
-    merges = [("\n", "\n"), ("\n\n", "\n")]
-    made = tokenizers.Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    made.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-    made.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-        ]
-    )
-    made.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in CONTROL])
-    return made
-
-
 def compare_tokens(folder: pathlib.Path) -> None:
     import transformers
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
-    made = gemma_like()
-    made.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    for name, content in gemma_like.files("gemma3").items():
+        (folder / name).write_bytes(content)
+    made, names = gemma_like.made(), gemma_like.PICTURES["gemma3"]
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
-        extra_special_tokens={
-            "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
+        extra_special_tokens=dict(zip(("boi_token", "image_token", "eoi_token"), names, strict=True)),
     )  # fmt: skip
     theirs = Gemma3Processor(
-        Gemma3ImageProcessorPil(size={"height": 28, "width": 28}), fast, TEMPLATE, 4
+        Gemma3ImageProcessorPil(size={"height": 28, "width": 28}), fast, gemma_like.GEMMA3, 4
     )
-    begin, end, placeholder = (made.token_to_id(name) for name in CONTROL[-3:])
-    around = picture_rows.PictureTokens(begin, placeholder, end, 4, "\n\n")
+    around = picture_rows.PictureTokens(*map(made.token_to_id, names), 4, "\n\n")
     ours = picture_rows.for_pictures(tokenizer.find(str(folder / "tokenizer.json")), around)
     picture = PIL.Image.new("RGB", (9, 9))
     for text in ("<image>What is it?", "Is <image> or\n<image>a cat?\n", "a\n\n<image>\n\nb"):
@@ -119,17 +104,20 @@ def compare_tokens(folder: pathlib.Path) -> None:
         found = picture_rows.asked(marked, shown, "", ours, around).tokens
         without = found[len(ours.start) :].tolist()
         assert without == np.ravel(wanted).tolist(), (text, without, wanted)
-    messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
-        {"role": "assistant", "content": "a cat."},
-        {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
-    ]
-    text = theirs.apply_chat_template(messages, add_generation_prompt=True, bos_token="<bos>")
-    wanted = theirs(text=text, images=[picture])["input_ids"]
-    row, shown = picture_rows.with_marks({"messages": messages, "image": b"x"}, folder, "")
-    found = picture_rows.asked(row, shown, "", ours, around).tokens.tolist()
-    assert found == np.ravel(wanted).tolist(), (found, wanted)
-    print("tokens: 3 prompts and a conversation are equal")
+    print("tokens: 3 prompts are equal")
+    golden = []
+    for messages in DIALOGUES:
+        pictures = json.dumps(messages).count(json.dumps(IMAGE))
+        text = theirs.apply_chat_template(messages)
+        tokens = np.ravel(theirs(text=text, images=[picture] * pictures)["input_ids"]).tolist()
+        golden.append({"family": "gemma3", "messages": messages, "text": text, "tokens": tokens})
+        text = theirs.apply_chat_template(messages, chat_template=gemma_like.GEMMA4)
+        golden.append({"family": "gemma4", "messages": messages, "text": text})
+    if "--update-golden" in sys.argv:
+        lines = ",\n".join(map(json.dumps, golden))
+        GOLDEN_DIALOGUES.write_text(f"[\n{lines}\n]\n")
+    assert json.loads(GOLDEN_DIALOGUES.read_text()) == golden
+    print(f"dialogues: {len(golden)} are those of {GOLDEN_DIALOGUES.name}, which a test reads")
 
 
 def tune(entry: str, theirs: pathlib.Path, seq_len: int) -> pathlib.Path:

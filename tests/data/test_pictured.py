@@ -2,17 +2,21 @@
 
 import io
 import json
+import pathlib
 import struct
 import zlib
 
 import numpy as np
 import PIL.ExifTags
 import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data import DataError, images, picture_rows, pictured, squares, tokenizer
 from data.batches import train_batches
-from tests.support import small_tokenizers
+from tests.conftest import ROOT
+from tests.support import gemma_like, small_tokenizers
 
 pytestmark = pytest.mark.promise("batches")
 
@@ -79,8 +83,11 @@ def test_other_forms_of_rows_are_the_same_row(tmp_path):
          "image": {"bytes": png(10), "path": None}},
     ]  # fmt: skip
     made = [picture_rows.with_marks(row, tmp_path, "row") for row in forms]
-    for row, pictures in made:
-        assert row == made[0][0]
+    first, *others = (
+        json.dumps(row).replace(json.dumps(picture_rows.BORDER)[1:-1], "") for row, _ in made
+    )
+    assert {*others} == {first}
+    for _, pictures in made:
         (picture,) = pictures
         shown = picture if isinstance(picture, bytes) else picture.read_bytes()
         assert shown == png(10)
@@ -182,6 +189,127 @@ def test_a_picture_divides_a_text_as_a_control_token_does():
     )
     before, after = tokens.encode(["a", "b"])
     assert asked.tokens.tolist() == [*tokens.start, *before, *PICTURE, *after, *PICTURE]
+
+
+# ---- dialogues -----------------------------------------------------------------------------------
+
+# Of transformers' processors, by tests/by_hand/pictures_parity.py.
+DIALOGUES = json.loads((ROOT / "tests" / "golden" / "pictures" / "dialogues.json").read_text())
+
+
+def of_family(family: str) -> tuple[picture_rows.PictureTokenizer, picture_rows.PictureTokens]:
+    files = gemma_like.files(family)
+    begin, placeholder, end = map(gemma_like.made().token_to_id, gemma_like.PICTURES[family])
+    margin = "\n\n" if family == "gemma3" else ""
+    around = picture_rows.PictureTokens(begin, placeholder, end, 4, margin)
+    return picture_rows.for_pictures(tokenizer.from_files(files), around), around
+
+
+@pytest.mark.parametrize("dialogue", DIALOGUES, ids=lambda x: x["family"])
+def test_a_dialogue_has_the_text_of_transformers_processor(dialogue):
+    """Its tokens are theirs too, and every answer is learned, to the end of its turn."""
+    family, messages = dialogue["family"], dialogue["messages"]
+    chat, around = of_family(family)
+    row, _ = picture_rows.with_marks({"messages": messages}, pathlib.Path(), "")
+    place = around.margin + picture_rows.MARK + around.margin
+    wanted = dialogue["text"].replace(chat.written, place)
+    assert chat.render(row["messages"], False) == wanted
+    (made,) = picture_rows.encoded(row, [b""] * wanted.count(place), "", chat, around)
+    if "tokens" in dialogue:
+        assert made.tokens.tolist() == dialogue["tokens"][: len(made.tokens)]
+    answers = [m["content"] for m in messages if m["role"] == "assistant"]
+    texts = [x if isinstance(x, str) else "".join(part["text"] for part in x) for x in answers]
+    learned = [chat.encode_rendered(x.strip() + gemma_like.ENDS[family]) for x in texts]
+    assert made.tokens[made.is_target].tolist() == np.concatenate(learned).tolist()
+    assert made.is_target[-1]
+
+
+NAMES = ["a.png", "b.png", "c.png"]
+PARTS = [
+    [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What is it?"}],
+    [{"type": "text", "text": "a cat."}],
+    [{"type": "image", "path": "b.png"}, {"type": "image", "path": "c.png"},
+     {"type": "text", "text": "And these two?"}],
+    [{"type": "text", "text": "dogs."}],
+]  # fmt: skip
+TEXTS = ["<image>What is it?", "a cat.", "<image><image>And these two?", "dogs."]
+IN_PARTS, IN_TEXT = (
+    [{"role": ["user", "assistant"][i % 2], "content": content} for i, content in enumerate(turns)]
+    for turns in (PARTS, TEXTS)
+)
+LLAVA = [{"from": ["human", "gpt"][i % 2], "value": text} for i, text in enumerate(TEXTS)]
+
+
+def dialogues(path: pathlib.Path) -> list[tuple]:
+    """The rows of a file beside its pictures: (tokens, targets, names of pictures) of each."""
+    for shade, name in enumerate(NAMES):
+        (path.parent / name).write_bytes(png(shade))
+    chat, around = of_family("gemma3")
+    rows, _ = picture_rows.read(str(path), chat, around)
+    return [
+        (row.tokens.tolist(), row.is_target.tolist(), [picture.name for picture in row.pictures])
+        for row in rows
+    ]
+
+
+def test_forms_of_a_dialogue_are_the_same_row(tmp_path):
+    """Parts, a column with <image>, LLaVA's conversations, others with roles, and JSON text."""
+    rows = [
+        {"messages": IN_PARTS},
+        {"messages": json.dumps(IN_PARTS)},
+        {"messages": IN_TEXT, "images": NAMES},
+        {"conversations": LLAVA, "image": NAMES},
+        {"conversations": IN_TEXT, "images": NAMES},
+        {"conversations": json.dumps(LLAVA), "images": NAMES},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, *others = dialogues(path)
+    assert first[-1] == NAMES
+    assert others == [first] * (len(rows) - 1)
+
+
+def test_a_dialogue_in_a_table_is_the_same_row(tmp_path):
+    """There all parts have the same keys, some with nulls."""
+    path, table = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    path.write_text(json.dumps({"messages": IN_PARTS}) + "\n")
+    pq.write_table(pa.Table.from_pylist([{"messages": IN_PARTS}]), table)
+    assert dialogues(table) == dialogues(path)
+
+
+def test_turns_rendered_one_by_one_have_the_pictures_before_them():
+    """Templates that change an answer once others follow make a document of each."""
+    chat = tokenizer.from_files(
+        small_tokenizers.with_template(small_tokenizers.byte_level(), small_tokenizers.QWEN)
+    )
+    messages = [
+        {"role": role, "content": content}
+        for mark in (1, 2)
+        for role, content in (("user", picture_rows.MARK * mark + "?"), ("assistant", "yes"))
+    ]
+    ours = picture_rows.for_pictures(chat, picture_rows.OF_BYTES)
+    rows = [*picture_rows.encoded({"messages": messages}, ["a", "b", "c"], "", ours, ours.picture)]
+    assert [row.pictures for row in rows] == [("a",), ("a", "b", "c")]
+
+
+def test_a_template_that_drops_a_picture_is_refused():
+    """Else pictures would take the places of others."""
+    template = (
+        "{% for m in messages[1:] %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    files = small_tokenizers.with_template(
+        small_tokenizers.byte_level(), template, ("</s>", "<assistant>")
+    )
+    ours = picture_rows.for_pictures(tokenizer.from_files(files), picture_rows.OF_BYTES)
+    messages = [
+        {"role": role, "content": content}
+        for role, content in (("user", picture_rows.MARK + "?"), ("assistant", "yes")) * 2
+    ]
+    with pytest.raises(
+        DataError, match="rows 3: the chat template renders 1 places for 2 pictures"
+    ):
+        [*picture_rows.encoded({"messages": messages}, ["a", "b"], "rows 3", ours, ours.picture)]
 
 
 # ---- pictures as grids of squares ----------------------------------------------------------------

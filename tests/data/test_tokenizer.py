@@ -329,6 +329,16 @@ def test_templates_are_rendered_as_reviewed(case):
         assert found.render(case["messages"], case["prompt"]) == case["rendered"]
 
 
+def test_a_processor_s_template_comes_before_the_tokenizer_s():
+    """As in transformers: chat_template.jinja, then chat_template.json, then tokenizer_config.json."""
+    files = small_tokenizers.byte_level()
+    old = {"chat_template.json": b'{"chat_template": "old"}'}
+    new = {"chat_template.jinja": b"new"}
+    assert tokenizer.from_files(files).template == small_tokenizers.TEMPLATE
+    assert tokenizer.from_files(files | old).template == "old"
+    assert tokenizer.from_files(files | old | new).template == "new"
+
+
 def test_a_rendered_template_is_not_given_a_second_bos():
     found = tokenizer.from_files(small_tokenizers.metaspace())
     ids = found.encode_rendered(found.render([{"role": "user", "content": "hi <s>"}])).tolist()

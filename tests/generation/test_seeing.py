@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -16,6 +17,7 @@ from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import UserError
 from recipes.common.sharding.layout import make_layout
+from recipes.common.tasks import picture_answers
 from recipes.generate import Generate
 from tests.conftest import ROOT, full_except
 from tests.support.models import random_variables
@@ -92,6 +94,42 @@ def test_answers_with_a_cache_are_those_without(mesh, rules, quick):
     other = np.stack(list(generator(prompts, NEW, pictures=blank)), axis=1)
     assert other[1].tolist() == found[1].tolist()
     assert other.tolist() != found.tolist(), "the pictures matter"
+
+
+# ---- how many answers are right -----------------------------------------------------------------
+
+
+class Guesses:
+    """A model that sees, whose likeliest tokens are given."""
+
+    batch_axes = ("images",)
+    config = Config.tiny()
+
+    def __init__(self, guesses_BT):
+        self.guesses_BT = guesses_BT
+
+    def __call__(self, tokens_BT, segment_ids_BT, images=None):
+        return jax.nn.one_hot(self.guesses_BT, 8)
+
+
+def test_each_answer_counts_by_the_pictures_before_it_in_its_document():
+    """Two documents in a row, whose first one has three answers; a wrong token makes its answer wrong."""
+    begin = Config.tiny().picture_begin
+    tokens = [begin, 1, 1, 1, begin, 1, 1, 1, 1, 1, 1, begin, 1, 1, 0, 0]
+    targets = [-1, 2, 3, -1, -1, 4, -1, -1, 5, 6, -1, -1, 7, -1, -1, -1]
+    wrong = [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0]
+    segments = [1] * 10 + [2] * 4 + [0] * 2
+    batch = {
+        "tokens": np.array([tokens]), "targets": np.array([targets]),
+        "segment_ids": np.array([segments]), "images": np.zeros((1, 3)),
+    }  # fmt: skip
+    guesses = np.where(wrong, 1, np.maximum(targets, 0))
+    count = functools.partial(picture_answers.right_answers, Guesses(guesses[None]))
+    sums = jax.jit(count, compiler_options=QUICK)(batch)
+    found = {name: (float(right), float(count)) for name, (right, count) in sums.items()}
+    assert found == {
+        "right_0": (0, 0), "right_1": (2, 2), "right_2": (1, 2), "right_more": (0, 0),
+    }  # fmt: skip
 
 
 # ---- pictures of unequal sizes -------------------------------------------------------------------

@@ -10,8 +10,9 @@ from data.batches import Dataset
 from data.tokenizer import Tokenizer
 from recipes.common.generation.picture_prompts import tokens_of
 from recipes.common.sharding import Tree
+from zoo.core.sharding import constrain
 
-SHOWN = 2  # kinds of rows whose right answers are counted apart: with one picture, with two
+SHOWN = 2  # kinds of answers that are counted apart: about one picture, about two
 
 
 def load(
@@ -35,19 +36,43 @@ def load(
 
 
 def right_answers(model: Any, batch: Tree) -> Tree:
-    """Sums for an Evaluation: rows whose tokens are all answered right, by their number of pictures."""
+    """Sums for an Evaluation: answers whose tokens are all right, by the pictures before them.
+
+    An answer is a run of targets, and its pictures are those of its document up to it.
+    """
     right_BT, counted_BT = right_tokens(model, batch)
-    pictures_B = (batch["tokens"] == model.config.picture_begin).sum(axis=1)
-    is_right_B = (right_BT | ~counted_BT).all(axis=1)
-    answers_B = counted_BT.any(axis=1)
-    kinds = {str(count): pictures_B == count for count in range(SHOWN + 1)}
-    kinds["more"] = pictures_B > SHOWN
+    tokens_BT, segments_BT, right_BT, counted_BT = (
+        constrain(x, "batch", None)
+        for x in (batch["tokens"], batch["segment_ids"], right_BT, counted_BT)
+    )
+    begins_BT = counted_BT & ~_shifted(counted_BT, (1, 0))
+    ends_BT = counted_BT & ~_shifted(counted_BT, (0, 1))
+    is_first_BT = segments_BT != _shifted(segments_BT, (1, 0), fill=-1)
+    wrong_BT = _count_since(begins_BT, counted_BT & ~right_BT)
+    pictures_BT = _count_since(is_first_BT, tokens_BT == model.config.picture_begin)
+    kinds = {str(count): pictures_BT == count for count in range(SHOWN + 1)}
+    kinds["more"] = pictures_BT > SHOWN
     sums = {}
-    for name, is_kind_B in kinds.items():
-        of_kind_B = is_kind_B & answers_B
-        total = of_kind_B.sum().astype(jnp.float32)
-        sums[f"right_{name}"] = (of_kind_B & is_right_B).sum().astype(jnp.float32), total
+    for name, is_kind_BT in kinds.items():
+        of_kind_BT = is_kind_BT & ends_BT
+        total = of_kind_BT.sum().astype(jnp.float32)
+        sums[f"right_{name}"] = (of_kind_BT & (wrong_BT == 0)).sum().astype(jnp.float32), total
     return sums
+
+
+def _shifted(x_BT: jax.Array, empty: tuple[int, int], fill: Any = False) -> jax.Array:
+    """Positions moved so that as many at the beginning and end are `fill`."""
+    before, after = empty
+    T = x_BT.shape[1]
+    return jnp.pad(x_BT[:, after : T - before], ((0, 0), empty), constant_values=fill)
+
+
+def _count_since(starts_BT: jax.Array, x_BT: jax.Array) -> jax.Array:
+    """How often x was true since the last start, this position included."""
+    x_BT = x_BT.astype(jnp.int32)
+    count_BT = jnp.cumsum(x_BT, axis=1)
+    before_BT = jnp.where(starts_BT, count_BT - x_BT, 0)
+    return count_BT - jax.lax.cummax(before_BT, axis=1)
 
 
 def right_tokens(model: Any, batch: Tree) -> tuple[jax.Array, jax.Array]:
