@@ -4,11 +4,12 @@ load("digits")      # "Which digit is this?" and "Which is larger?", about the d
 load("rows.jsonl")  # rows of a JSON Lines or Parquet file, or hf:NAME
 
 Rows (picture_rows.py) are conversations or prompts, with pictures (picture_files.py), which are read
-and resized for their batch. Each row of a batch is one document, padded.
+and resized for their batch. Each is a document, with its pictures; a row of a batch has as many whole
+documents as fit (packing.py), or one.
 
 Pictures have one size, or grids of squares by their aspect ratio (squares.py).
 
-Shapes: B rows, T tokens, M slots of a row, W height and width of a picture, C channels.
+Shapes: T tokens of a row, M slots of a row, W height and width of a picture, C channels.
 """
 
 import functools
@@ -20,6 +21,7 @@ import numpy as np
 
 from data import DataError, images, picture_files, picture_rows
 from data.batches import Dataset, Example, Rows
+from data.packing import best_fit
 from data.picture_rows import MARK, OF_BYTES, PictureRow, PictureTokens
 from data.squares import SquareForm
 from data.tokenizer import BYTES, Tokenizer
@@ -30,17 +32,23 @@ WHICH, LARGER = "Which digit is this? ", "Which is larger, the first or the seco
 class Pictured(Rows):
     """Examples {"tokens", "targets", "segment_ids": int32 [T], "images": uint8 [M, W, W, C]}.
 
-    Of grids of squares, as SquareForm.arrays.
+    Of grids of squares, as SquareForm.arrays. Segment ids are 1, 2, … for the documents of a row, whose
+    pictures are in their order. Padding, at its end, has segment id 0 and target -1.
     """
 
     def __init__(
         self,
-        rows: Sequence[PictureRow],
+        rows: Sequence[Sequence[PictureRow]],
         seq_len: int,
         slots: int,
         form: images.AnyForm,
         dataset: str,
     ):
+        """Reads no picture yet.
+
+        Args:
+          rows: the documents of each.
+        """
         self.rows = rows
         self.seq_len = seq_len
         self.slots = slots
@@ -54,23 +62,36 @@ class Pictured(Rows):
         examples = [self.example(self.rows[int(number)]) for number in np.asarray(numbers)]
         return {name: np.stack([one[name] for one in examples]) for name in examples[0]}
 
-    def example(self, row: PictureRow) -> Example:
-        """A row with its pictures; what follows the document is a segment of its own."""
-        T = self.seq_len
-        length = len(row.tokens)
-        tokens_T = np.zeros(T, np.int32)
-        tokens_T[:length] = row.tokens
-        targets_T = np.full(T, -1, np.int32)
-        targets_T[: length - 1] = np.where(row.is_target[1:], row.tokens[1:], -1)
+    def example(self, row: Sequence[PictureRow]) -> Example:
+        """The documents of a row, with their pictures."""
+        tokens_T, targets_T, segments_T = (
+            np.full(self.seq_len, fill, np.int32) for fill in (0, -1, 0)
+        )
+        begin = 0
+        for number, document in enumerate(row, start=1):
+            end = begin + len(document.tokens)
+            tokens_T[begin:end] = document.tokens
+            targets_T[begin : end - 1] = np.where(document.is_target, document.tokens, -1)[1:]
+            segments_T[begin:end] = number
+            begin = end
         pixels = [
-            picture_files.pixels_of(picture, self.form, self.dataset, row.where)
-            for picture in row.pictures
+            picture_files.pixels_of(picture, self.form, self.dataset, document.where)
+            for document in row
+            for picture in document.pictures
         ]
-        segments_T = (np.arange(T) >= length).astype(np.int32)
         return {
             "tokens": tokens_T, "targets": targets_T, "segment_ids": segments_T,
             **self.form.arrays(pixels, self.slots),
         }  # fmt: skip
+
+
+def packed(documents: Sequence[PictureRow], seq_len: int) -> list[list[PictureRow]]:
+    """Documents in rows of `seq_len` tokens, by best fit, decreasing."""
+    row_of = best_fit(np.array([len(one.tokens) for one in documents], np.int64), seq_len)
+    rows: list[list[PictureRow]] = [[] for _ in range(int(row_of.max(initial=-1)) + 1)]
+    for document, row in zip(documents, row_of.tolist(), strict=True):
+        rows[row].append(document)
+    return rows
 
 
 def empty_row(seq_len: int, slots: int, form: images.AnyForm) -> Example:
@@ -90,6 +111,7 @@ def load(
     picture: PictureTokens = OF_BYTES,
     seed: int = 0,
     part: str = "held_out",
+    pack: bool = True,
     patch: int = 1,
     pooling: int = 0,
     picture_tokens: int = OF_BYTES.count,
@@ -102,6 +124,7 @@ def load(
       picture: the tokens of a picture, a model's own.
       part: "held_out": a tenth of the rows, or a test split, is held out; "all": every row is, to
         evaluate on.
+      pack: rows of as many whole documents as fit; False: a row for each.
       patch, pooling: above 0: pictures are grids of squares of patch · pooling pixels.
       picture_tokens: the most of these.
 
@@ -133,14 +156,17 @@ def load(
             )
     # Before any step.
     picture_files.check(((one, row.where) for row in every for one in row.pictures), form, dataset)
-    slots = max(1, *(len(row.pictures) for row in every))
     digest = hashlib.sha256()
     for row in every:
         digest.update(row.tokens.tobytes() + row.is_target.tobytes())
         digest.update(b"".join(map(picture_files.identity, row.pictures)))
+    parts = [packed(x, seq_len) if pack else [[one] for one in x] for x in (rows, held_out)]
+    counts = [[sum(len(one.pictures) for one in row) for row in part] for part in parts]
+    slots = max(1, *(count for part in counts for count in part))
+    train, evaluated = (Pictured(part, seq_len, slots, form, dataset) for part in parts)
     return Dataset(
-        train=Pictured(rows, seq_len, slots, form, dataset),
-        held_out=Pictured(held_out, seq_len, slots, form, dataset),
+        train=train,
+        held_out=evaluated,
         filler=empty_row(seq_len, slots, form),
         unit="tokens",
         units=seq_len,
@@ -149,9 +175,23 @@ def load(
             "dataset": dataset,
             "fingerprint": digest.hexdigest(),
             "tokenizer": tokenizer.sha256,
-        },
+        }
+        | ({"pack": True} if pack else {}),
         held_out_bytes=sum(row.target_bytes for row in held_out),
         has_answers=True,
+        notes=(_note(train),) if part != "all" else (),
+    )
+
+
+def _note(train: Pictured) -> str:
+    """A line to print: how full rows are of tokens and pictures."""
+    documents = [one for row in train.rows for one in row]
+    rows = max(len(train.rows), 1)
+    padding = 1 - sum(len(one.tokens) for one in documents) / (rows * train.seq_len)
+    pictures = sum(len(one.pictures) for one in documents)
+    return (
+        f"Training data: {len(documents):,} documents in {rows:,} rows, {padding:.1%} padding; "
+        f"{pictures / rows:.2f} pictures a row, in slots for {train.slots}."
     )
 
 

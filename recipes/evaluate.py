@@ -74,8 +74,8 @@ class Evaluate(Settings):
     label_column: str = flag("label", "Column of labels, of classified texts or pictures.", "data")
     image_column: str = flag("image", "Column of pictures, for --labels.", "data")
     pack: bool = flag(
-        True, "Rows of whole documents; false: windows that cut them, as byte-level runs use.",
-        "data",
+        True, "Rows of whole documents; false: windows that cut them, as byte-level runs use, or with "
+        "pictures a row for each.", "data",
     )  # fmt: skip
     tokenizer: str = flag(
         "", "Tokenizer, if the model has none of its own: bytes, a tokenizer.json, ORG/NAME.",
@@ -122,7 +122,7 @@ def main(devices: Devices, flags: Evaluate) -> None:
     for name in names(flags.dataset):
         if sees:
             texts[name] = picture_answers.load(
-                name, length, layout.config, tokenizer, part=flags.part
+                name, length, layout.config, tokenizer, part=flags.part, pack=flags.pack
             )
         else:
             texts[name] = load(name, flags, length, tokenizer, encoder)
@@ -301,8 +301,7 @@ def find_model(flags: Evaluate) -> checkpoint.WeightSource:
                 "writes them"
             )
     elif picture_prompts.sees(entry):
-        of_texts = ("text_column", "pack")
-        refuse_unused(flags, of_texts, f"texts, and a {entry!r} model is evaluated on rows")
+        refuse_unused(flags, ("text_column",), f"texts, and a {entry!r} model is evaluated on rows")
         if flags.tasks or not flags.dataset:
             raise UserError(
                 f"--tasks={flags.tasks} is for models of text, and --restore_from={flags.restore_from} is a "

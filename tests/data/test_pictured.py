@@ -57,7 +57,7 @@ TEXT = {"prompt": "And without? ", "completion": "no"}
 def test_a_row_has_its_pictures_where_their_marks_are(write):
     data = pictured.load(write(ROW, TEXT), seq_len=40)
     rows = [*data.train.rows, *data.held_out.rows]
-    row, text = sorted(rows, key=lambda row: -len(row.pictures))
+    row, text = sorted(rows, key=lambda row: -len(row[0].pictures))
     example = data.train.example(row)
     wanted = [256, *PICTURE, *b"Dark? ", *PICTURE, *b"yes"]
     assert example["tokens"][: len(wanted)].tolist() == wanted
@@ -65,7 +65,7 @@ def test_a_row_has_its_pictures_where_their_marks_are(write):
     assert targets[targets >= 0].tolist() == [*b"yes"]
     assert (targets[len(wanted) - 4 : len(wanted) - 1] >= 0).all()
     assert example["images"][:, 0, 0, 0].tolist() == [10, 200]
-    assert example["segment_ids"].tolist() == [0] * len(wanted) + [1] * (40 - len(wanted))
+    assert example["segment_ids"].tolist() == [1] * len(wanted) + [0] * (40 - len(wanted))
     assert not data.train.example(text)["images"].any()
 
 
@@ -121,14 +121,53 @@ def test_a_mistake_names_its_row(write, row, said, tmp_path):
 
 
 def test_a_resumed_run_sees_the_same_batches(write):
-    data = pictured.load(write(*[ROW | {"completion": str(i)} for i in range(20)]), seq_len=40)
+    rows = [
+        (ROW if i % 3 else TEXT) | {"completion": "?" * (1 + i % 5) + str(i)} for i in range(40)
+    ]
+    data = pictured.load(write(*rows), seq_len=100)
+    assert max(map(len, data.train.rows)) > 2, "packed"
     every, resumed = (iter(train_batches(data, 4, seed=3, first=first)) for first in (0, 5))
     for _ in range(5):
         next(every)
     for _ in range(3):
         wanted, found = next(every), next(resumed)
+        assert wanted["images"].any()
         assert wanted.keys() == found.keys()
         assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_packed_documents_are_those_with_a_row_each(write):
+    """With their pictures, in their order; the same file gives the same rows."""
+    kinds = [TEXT, ROW, ROW | {"images": ["b.png", "a.png"]}]
+    rows = [kinds[i % 3] | {"completion": "!" * i} for i in range(1, 31)]
+    path = write(*rows)
+    packed, again = (pictured.load(path, seq_len=120) for _ in range(2))
+    alone = pictured.load(path, seq_len=120, pack=False)
+    assert packed.facts == alone.facts | {"pack": True}
+    assert len(packed.train) < len(alone.train) == sum(map(len, packed.train.rows))
+
+    def documents(source) -> list:
+        found = []
+        for example in map(source.__getitem__, range(len(source))):
+            used = 0
+            for segment in range(1, example["segment_ids"].max() + 1):
+                (place,) = np.nonzero(example["segment_ids"] == segment)
+                assert (np.diff(place) == 1).all()
+                tokens = example["tokens"][place]
+                count = int((tokens == PICTURE[0]).sum())
+                shown = example["images"][used : used + count]
+                used += count
+                found.append((tokens.tolist(), example["targets"][place].tolist(), shown.tobytes()))
+            assert not example["images"][used:].any()
+            padding = example["segment_ids"] == 0
+            assert (example["targets"][padding] == -1).all()
+            assert not example["tokens"][padding].any()
+        return found
+
+    for name in ("train", "held_out"):
+        found, wanted = (sorted(documents(getattr(data, name))) for data in (packed, alone))
+        assert found == wanted
+        assert documents(getattr(again, name)) == documents(getattr(packed, name))
 
 
 def test_pictures_are_checked_by_their_headers_and_named_when_they_break_later(
@@ -146,7 +185,7 @@ def test_pictures_are_checked_by_their_headers_and_named_when_they_break_later(
 def test_all_rows_are_evaluated_on(write):
     rows = [ROW | {"completion": f"a {i}"} for i in range(20)]
     data = pictured.load(write(*rows), seq_len=40, part="all")
-    assert len(data.held_out) == 20
+    assert sum(map(len, data.held_out.rows)) == 20
     assert data.held_out_bytes == sum(len(row["completion"]) for row in rows)
 
 
@@ -155,7 +194,7 @@ def test_a_margin_is_around_each_picture(write):
     spaced = picture_rows.OF_BYTES._replace(margin="\n\n")
     data = pictured.load(write(ROW, ROW), seq_len=60, picture=spaced)
     tokens = [256, *b"\n\n", *PICTURE, *b"\n\nDark? \n\n", *PICTURE, *b"\n\nyes"]
-    row = data.train.rows[0]
+    (row,) = data.train.rows[0]
     assert row.tokens.tolist() == tokens
     assert row.is_target.sum() == len("yes")
     prompt = {"prompt": picture_rows.MARK + "Dark? " + picture_rows.MARK}

@@ -22,6 +22,7 @@ def load(
     tokenizer: Tokenizer,
     seed: int = 0,
     part: str = "held_out",
+    pack: bool = True,
 ) -> Dataset:
     """Rows with pictures as examples for a model; see pictured.load. Raises DataError."""
     shape = {
@@ -31,7 +32,7 @@ def load(
     }
     return pictured.load(
         dataset, seq_len, channels=config.channels, resample=config.resample, tokenizer=tokenizer,
-        picture=tokens_of(config), seed=seed, part=part, **shape,
+        picture=tokens_of(config), seed=seed, part=part, pack=pack, **shape,
     )  # fmt: skip
 
 

@@ -30,6 +30,9 @@ class PicturedRows:
         "the checkpoint's, or bytes.", "data", may_change=True,
     )  # fmt: skip
     seq_len: int = flag(64, "Tokens of a row, those of its pictures included.", "data", at_least=1)
+    pack: bool = flag(
+        True, "Rows of as many whole documents as fit; false: a row for each document.", "data"
+    )
     tower: str = flag(
         "", "The tower and its projection: trained or frozen; empty: frozen where the run starts from a "
         "model, as they are beside adapters.", "model", choices=["", "trained", "frozen"],
@@ -72,7 +75,9 @@ def main(
         return PlannedStep(layout, training)
 
     # ---- Data: batch k is a pure function of (seed, k); pictures are read for their batch ---------
-    rows = picture_answers.load(data.dataset, data.seq_len, config, tokenizer, run.seed)
+    rows = picture_answers.load(
+        data.dataset, data.seq_len, config, tokenizer, run.seed, pack=data.pack
+    )
     print0(*language.messages.before_training(layout, rows, training, flags))
 
     # ---- Step, state and training ----------------------------------------------------------------
