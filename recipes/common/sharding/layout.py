@@ -40,6 +40,7 @@ class Layout:
     model: AbstractModel
     batch_size: int  # 0: no batches
     seq_len: int  # positions of a row; 0: none, or lengths that are padded to suit `seq_shards`
+    pictures: int = 1  # slots of a row, for a model that sees
 
     @functools.cached_property
     def shape(self) -> Shape:

@@ -12,7 +12,10 @@ PATCHES = "patch_positions"  # the logical axis of the tower's learned positions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TowerShape:
-    """A tower (zoo/parts/picture_tokens.py or square_tokens.py)."""
+    """A tower (zoo/parts/picture_tokens.py or square_tokens.py), or squares that are projected.
+
+    Without layers, a patch is a square.
+    """
 
     layers: int  # L
     embed: int  # D
@@ -36,26 +39,28 @@ class TowerShape:
 
 
 def tower_of(weights: dict[str, tuple], config: Any, trained: bool) -> TowerShape | None:
-    """The tower among a model's weights; None without one.
+    """The tower among a model's weights; None if it doesn't see.
 
     Args:
       weights: path → (logical axes, shape).
       config: the model's.
       trained: whether it has gradients.
     """
-    layers = {path: x for path, x in weights.items() if x[0] and x[0][0] == TOWER_LAYERS}
-    if not layers:
+    entrance = next((path for path, (axes, _) in weights.items() if "patch_rows" in axes), "")
+    if not entrance or "picture_tokens" not in dir(config):
         return None
-    root = next(iter(layers)).partition("/")[0]
+    root = entrance.partition("/")[0]
     own = {path: x for path, x in weights.items() if path.startswith(f"{root}/")}
+    patch = own[entrance][1]
     matrices = [
         (axes[1:], shape)
-        for path, (axes, shape) in layers.items()
-        if len(axes) > 2 and not path.endswith("bias")
+        for path, (axes, shape) in own.items()
+        if axes[:1] == (TOWER_LAYERS,) and len(axes) > 2 and not path.endswith("bias")
     ]
-    queries = next(shape for axes, shape in matrices if HEADS in axes and axes[0] != HEADS)
-    hidden = next(shape[1 + axes.index(MLP)] for axes, shape in matrices if MLP in axes)
-    patch = next(shape for axes, shape in own.values() if "patch_rows" in axes)
+    queries, hidden = (0, patch[-1], 0, 0), 0  # without layers
+    if matrices:
+        queries = next(shape for axes, shape in matrices if HEADS in axes and axes[0] != HEADS)
+        hidden = next(shape[1 + axes.index(MLP)] for axes, shape in matrices if MLP in axes)
     ends = [
         math.prod(shape)
         for axes, shape in own.values()
@@ -71,7 +76,7 @@ def tower_of(weights: dict[str, tuple], config: Any, trained: bool) -> TowerShap
         patch=math.prod(patch),
         patch_numbers=math.prod(patch[:-1]),
         projection=sum(ends),
-        patches=config.patches,
+        patches=config.patches if matrices else config.picture_tokens,
         tokens=config.picture_tokens,
         trained=trained,
     )

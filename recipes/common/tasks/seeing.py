@@ -71,20 +71,22 @@ def main(
         seq_len=data.seq_len,
     )  # fmt: skip
     check_step(layout, training)
-    if run.plan:
-        return PlannedStep(layout, training)
 
     # ---- Data: batch k is a pure function of (seed, k); pictures are read for their batch ---------
     rows = picture_answers.load(
         data.dataset, data.seq_len, config, tokenizer, run.seed, pack=data.pack
     )
+    layout = dataclasses.replace(layout, pictures=len(rows.filler["images"]))
+    if run.plan:
+        counted = f"Pictures of a row that this counts: {layout.pictures}, as many as the fullest row has."
+        return PlannedStep(layout, training, notes=[counted])
     print0(*language.messages.before_training(layout, rows, training, flags))
 
     # ---- Step, state and training ----------------------------------------------------------------
     step = make_step(layout, run, training)
     sequence = flops.decoder(layout.shape, data.seq_len)["causal"]
     if tower := layout.shape.tower:  # empty slots count, as padding does
-        sequence += tower.flops(len(rows.filler["images"]))
+        sequence += tower.flops(layout.pictures)
     whole = layout.stages == 1  # else nothing calls the model
     questions = Questions(model, layout, tokenizer, rows, data.questions)
     state, log, metrics = fit(

@@ -73,6 +73,10 @@ class Flags(ModelFlags, Offload):
         0, f"Tokens of context, for text; 0: {SHORT}, or {LONG:,} for sizes of published models, if they "
         "were trained with so many.", group="data", at_least=0,
     )  # fmt: skip
+    pictures: int = flag(
+        1, "Pictures of a row, for models that see; --plan of their recipes counts those of the data.",
+        group="data", at_least=0,
+    )  # fmt: skip
     matmul: str = field_flag(ComputeOptions, "matmul")
     optimizer: str = flag("adamw", "Optimizer.", "optimizer", choices=OPTIMIZERS)
     top: int = flag(8, "Rows of the table.", at_least=1)
@@ -103,6 +107,8 @@ def main(flags: Flags) -> None:
     job, abstract, assumed = make_job(flags, devices)
     if asked and not job.seq_len:
         refuse_unused(flags, ("seq_len",), f"text, which {flags.entry} doesn't read")
+    if not shape_of(abstract, job.config).tower:
+        refuse_unused(flags, ("pictures",), f"models that see, and {flags.entry} sees none")
     if flags.confirm and flags.model:
         raise UserError("--confirm compiles entries of the zoo, and --model is none; leave it out")
     if flags.confirm and not shape_of(abstract, job.config).vocab_size:
@@ -120,7 +126,9 @@ def main(flags: Flags) -> None:
     if job.seq_len and job.seq_len != (asked or SHORT):
         long.append(f"Rows have {job.seq_len:,} tokens; --seq_len=… plans others.")
     if plan.ranked[0].layout.shape.tower:
-        long.append("Memory and compute count one picture a row; --confirm compiles rows of text.")
+        long.append(
+            f"Memory and compute count --pictures={job.pictures} a row; --confirm compiles rows of text."
+        )
     ranked = answer.distinct(plan.ranked)[: flags.top]
     say(*answer.table(ranked), "", *long, *answer.notes(plan), "")
     if plan.best:
@@ -213,7 +221,7 @@ def make_job(flags: Flags, devices: Devices) -> tuple[Job, AbstractModel, list[s
             f"--batch_tokens={flags.batch_tokens} is not a whole number of rows of "
             f"--seq_len={length}; try --batch_tokens={suggestion}"
         )
-    job = Job(model, config, rows, length, flags.offload, flags.optimizer, rules)
+    job = Job(model, config, rows, length, flags.offload, flags.optimizer, rules, flags.pictures)
     return job, abstract, assumed
 
 

@@ -43,7 +43,6 @@ from recipes.instruments.plan.textbook import (
     optimizer_transfers,
     transfers,
 )
-from recipes.instruments.plan.tower import PICTURES
 from zoo.core.sharding import device
 from zoo.core.strategies import RESIDUAL_SEQ
 from zoo.experts.slots import CAPACITY
@@ -293,7 +292,7 @@ def _work(layout: Layout, accumulate: int = 1) -> Work:
     attention = useful - each * shape.multiplied * tokens - recurrence
     matmuls = useful - table - attention - recurrence
     if shape.tower:  # its attention counts as a matmul
-        of_tower = shape.tower.flops(PICTURES * layout.batch_size)
+        of_tower = shape.tower.flops(layout.pictures * layout.batch_size)
         useful += of_tower
         matmuls += of_tower
     for experts, count in shape.trained_experts:

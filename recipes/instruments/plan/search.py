@@ -41,6 +41,7 @@ class Job(NamedTuple):
     offload: str = ""  # "optimizer": its state is in the host's memory
     optimizer: str = "adamw"  # one of OPTIMIZERS
     rules: dict[str, Rules] | None = None  # of a user's own model
+    pictures: int = 1  # slots of a row, for a model that sees
 
     @property
     def strategies(self) -> dict[str, Rules]:
@@ -152,7 +153,7 @@ def _layout(
 
     layout = Layout(
         mesh, job.strategies, job.config, strategy, fitting, uneven, build, abstract, job.rows,
-        job.seq_len,
+        job.seq_len, job.pictures,
     )  # fmt: skip
     shape = layout.shape
     cut = shape.num_layers // layout.stages % shape.period

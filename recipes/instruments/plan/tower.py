@@ -9,7 +9,6 @@ from recipes.common.sharding.layout import Layout
 from recipes.common.sharding.tower_shape import TowerShape
 from zoo.kernels.choice import Request, choose_kernel
 
-PICTURES = 1  # of a row, in plans: only the data knows their number
 PREFIX = "vision/"  # of the paths of its weights
 
 
@@ -23,10 +22,10 @@ def with_tower(
     """
     width = jnp.dtype(layout.shape.dtype or "float32").itemsize
     rows = layout.batch_size // accumulate
-    pictures = math.ceil(rows * PICTURES / layout.mesh.size)
+    pictures = math.ceil(rows * layout.pictures / layout.mesh.size)
     patches = pictures * tower.patches
     scores = 0
-    if _kernel(layout, tower) == "xla":
+    if tower.layers and _kernel(layout, tower) == "xla":
         scores = pictures * tower.heads * tower.patches**2 * 4
     saved = 0.0
     if tower.trained:
@@ -34,7 +33,8 @@ def with_tower(
         saved += tower.layers * scores * (layout.shape.remat == "none")
     pixels = patches * tower.patch_numbers * (4 + width)
     # Tokens of the pictures of a device's rows, and of their gradients.
-    tokens = rows // layout.batch_shards * PICTURES * tower.tokens * layout.shape.embed * width
+    slots = rows // layout.batch_shards * layout.pictures
+    tokens = slots * tower.tokens * layout.shape.embed * width
     queries = tower.heads * tower.head_dim
     inner = 4 * queries + 2 * tower.mlp + 2 * tower.embed
     working = patches * inner * width * (2 if tower.trained else 1) + 2 * tower.weights * width
