@@ -115,6 +115,7 @@ def load(
     patch: int = 1,
     pooling: int = 0,
     picture_tokens: int = OF_BYTES.count,
+    tower_layers: int = 1,
 ) -> Dataset:
     """Loads rows with pictures of image_size × image_size pixels, or of squares.
 
@@ -127,13 +128,14 @@ def load(
       pack: rows of as many whole documents as fit; False: a row for each.
       patch, pooling: above 0: pictures are grids of squares of patch · pooling pixels.
       picture_tokens: the most of these.
+      tower_layers: 0: such grids as Gemma 4 12B's processor resizes them.
 
     Raises DataError if there is no such dataset, a row has another form, its number of pictures is
       another than that of their places, or a picture can't be read.
     """
     form: Any = images.Form(image_size, channels, resample)
     if pooling:
-        form = SquareForm(patch * pooling, picture_tokens, channels, resample)
+        form = SquareForm(patch * pooling, picture_tokens, channels, resample, not tower_layers)
         picture = picture._replace(count=picture_tokens, squares=form)
         image_size = form.grid(1, 1)[1] * form.side  # of the digits, which are square
     if dataset == "digits":

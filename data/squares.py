@@ -23,6 +23,9 @@ class SquareForm(NamedTuple):
     most: int  # K
     channels: int  # 1 (grey) or 3 (RGB)
     resample: str = "bicubic"  # filter to resize with, one of images.FILTERS
+    # Whether columns are resized before rows, as 12B's processor does. Both are rounded, and Pillow itself
+    # begins with rows where that is less work.
+    columns_first: bool = False
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """(rows, columns) of squares of a picture of so many pixels."""
@@ -40,6 +43,8 @@ class SquareForm(NamedTuple):
         rows, columns = self.grid(*picture.size)
         size = (columns * self.side, rows * self.side)
         if picture.size != size:
+            if self.columns_first:
+                picture = picture.resize((size[0], picture.height), images.FILTERS[self.resample])
             picture = picture.resize(size, images.FILTERS[self.resample])
         return np.asarray(picture).reshape(*size[::-1], self.channels)
 

@@ -3,8 +3,8 @@
     python -m tests.by_hand.squares_parity                  # the comparison
     python -m tests.by_hand.squares_parity --update-golden  # and tests/golden/pictures anew
 
-- Pixels: pictures of many sizes and modes, as Gemma 4's processor with Pillow resizes and cuts them. 12B's, which
-  needs torchvision, is not compared.
+- Pixels: pictures of many sizes and modes, as Gemma 4's processor with Pillow resizes and cuts them; and as 12B's,
+  which needs torchvision and whose weights of a filter have 16 bits: up to LEVELS of 255 differ.
 - Logits: small random models of each kind, read by us, on rows with pictures of several aspect ratios, two,
   none and one; what we write gives the same logits in `transformers` again.
 - Adapters of each kind: one that recipes.gemma4_vision trained, exported, in PEFT; one that PEFT made, here.
@@ -102,6 +102,43 @@ def compare_pixels() -> None:
                 compare_squares(ours, wanted, 16, 3)
                 count += 1
     print(f"pixels: {count} pictures are equal")
+
+
+LEVELS = 2
+
+
+def compare_torch_pixels() -> None:
+    """Raises AssertionError if a pixel differs from 12B's processor by more than LEVELS of 255."""
+    from transformers.models.gemma4_unified.image_processing_gemma4_unified import (
+        Gemma4UnifiedImageProcessor,
+    )
+
+    random = np.random.default_rng(0)
+    differences = []
+    for most in (70, 280):
+        theirs = Gemma4UnifiedImageProcessor(max_soft_tokens=most)
+        form = SquareForm(48, most, 3, "bicubic", columns_first=True)
+        for width, height in SIZES:
+            noise = PIL.Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+            small = noise.crop((0, 0, width // 8 + 1, height // 8 + 1))
+            smooth = small.resize((width, height), PIL.Image.Resampling.BICUBIC)
+            for picture in (noise, smooth):
+                wanted = theirs(picture, return_tensors="np")
+                ours = form.arrays([form.resized(picture)], 1)
+                rows, columns = ours["grids"][0]
+                count = rows * columns
+                assert count == wanted["num_soft_tokens_per_image"][0]
+                places = np.stack(np.divmod(np.arange(count), columns)[::-1], axis=1)
+                np.testing.assert_array_equal(wanted["image_position_ids"][0, :count], places)
+                pixels = 255 * wanted["pixel_values"][0, :count]
+                own = ours["images"][0, :count].reshape(count, -1)
+                differences.append(np.abs(own - pixels))
+    most = max(x.max() for x in differences)
+    share = max((x > 0.5).mean() for x in differences)
+    print(
+        f"12B's pixels: of {len(differences)} pictures, up to {share:.2%} differ, by at most {most:.1f} of 255"
+    )
+    assert most < LEVELS + 0.5
 
 
 def compare_squares(ours: dict[str, np.ndarray], wanted, patch: int, pooling: int) -> None:
@@ -351,4 +388,5 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as place:
             compare_adapters(kind, pathlib.Path(place), update_golden)
     compare_pixels()
+    compare_torch_pixels()
     compare_keys()

@@ -403,6 +403,34 @@ def test_the_largest_grid_of_a_picture_is_taken():
         assert form.grid(1, 10_000 * most) == (most, 1)
 
 
+def bicubic(x, size: int, axis: int) -> np.ndarray:
+    """One dim of pixels resized by the definition of an antialiased bicubic filter, rounded."""
+    x = np.moveaxis(x.astype(np.float64), axis, 0)
+    scale = len(x) / size
+    center = (np.arange(size)[:, None] + 0.5) * scale
+    t = np.abs(np.arange(len(x)) + 0.5 - center) / max(scale, 1.0)
+    near, far = 1.5 * t**3 - 2.5 * t**2 + 1, -0.5 * t**3 + 2.5 * t**2 - 4 * t + 2
+    weights = np.where(t < 1, near, np.where(t < 2, far, 0))
+    resized = np.tensordot(weights / weights.sum(axis=1, keepdims=True), x, 1)
+    return np.moveaxis(np.clip(np.floor(resized + 0.5), 0, 255), 0, axis)
+
+
+def test_columns_are_resized_first_where_there_is_no_tower(write):
+    """As 12B's processor does. Of a tall picture, Pillow would begin with the rows."""
+    noise = np.random.default_rng(0).integers(0, 256, (400, 60, 3), np.uint8)
+    off = {}
+    for tower_layers in (0, 1):
+        fields = SQUARES | {"tower_layers": tower_layers}
+        form = pictured.load(write(ROW, TEXT), seq_len=40, **fields).train.form
+        form = form._replace(most=70)
+        assert form.columns_first is (tower_layers == 0)
+        pixels = form.resized(PIL.Image.fromarray(noise)).astype(np.float64)
+        columns = bicubic(noise, pixels.shape[1], axis=1)
+        off[tower_layers] = (bicubic(columns, len(pixels), axis=0) != pixels).mean()
+    assert off[0] < 0.01, "but for sums next to a half"
+    assert off[1] > 0.1
+
+
 def test_joined_squares_are_the_picture():
     form = squares.SquareForm(4, 6, 3)
     pixels = form.resized(PIL.Image.open(io.BytesIO(colored(8, 12))))

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 from recipes.common import checkpoint, hf
+from recipes.common.generation.picture_prompts import tokens_of
 from recipes.common.hf import gemma4_vision
 from recipes.common.hf.folder import family_of
 from recipes.common.hf.gemma4_vision import canonical
@@ -159,6 +160,13 @@ def test_the_entry_decides_what_is_read():
     for wanted in (ENTRY, "data.pictured"):  # the entry, or the module of its data
         found = checkpoint.find(f"hf:{GOLDEN / 'gemma4'}", entry=wanted)
         assert found.metadata["entry"] == ENTRY
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_have_pictures_of_the_folder_s_processor(kind):
+    squares = tokens_of(hf.open_folder(GOLDEN / kind, ENTRY).config).squares
+    assert squares is not None
+    assert squares.columns_first is (kind == "gemma4_unified")
 
 
 def test_the_part_that_hears_is_left_out(folder, capfd):

@@ -68,7 +68,9 @@ def tokens_of(config: Any) -> PictureTokens:
     """How a picture becomes tokens of a model."""
     squares = None
     if "pooling" in vars(config):  # pictures keep their aspect ratio
-        squares = SquareForm(config.square, config.picture_tokens, config.channels, config.resample)
+        squares = SquareForm(
+            config.square, config.picture_tokens, config.channels, config.resample, not config.tower_layers
+        )  # fmt: skip
     return PictureTokens(
         begin=config.picture_begin,
         placeholder=config.image_token,
