@@ -28,7 +28,15 @@ FOLDERS = (  # golden folders: of most architectures, and of each rotary scaling
     *("modernbert", "xlmr", "siglip", "clip", "vit", "gemma3_vision"),
     *("granitemoe", "glm4_moe", "minimax_m2", "qwen3_next"),
     *("gemma4", "gemma4_moe", "gemma4_unified"),
-    *("lfm2", "lfm2_moe", "nemotron_h", "nemotron3", "falcon_h1", "granitemoehybrid"),
+    *(
+        "lfm2",
+        "lfm2_moe",
+        "nemotron_h",
+        "nemotron3",
+        "nemotron3_latent",
+        "falcon_h1",
+        "granitemoehybrid",
+    ),
     *("kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_vision"),
     *("bert_classes", "roberta_classes", "xlmr_classes", "modernbert_classes", "xlmr_pooler"),
 )
