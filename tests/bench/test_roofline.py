@@ -41,6 +41,17 @@ def test_kernels_by_hand():
     assert waits == 2  # the loop over data, and the branch
 
 
+def test_a_recurrence_is_known_by_its_folder():
+    """Its backward pass runs inside the loss's, whose functions would decide."""
+    text = PROGRAM.replace('"zoo/layers.py"', '"/home/me/zoo/recurrent/ssd.py"')
+    text = text.replace("RMSNorm.__call__", "run").replace("Layer.__call__", "cross_entropy")
+    kinds = {kernel.name: kernel.kind for kernel in read_hlo(text, H100).kernels}
+    assert kinds["norm"] == "recurrences"
+    text = text.replace("zoo/recurrent/ssd.py", "recurrent/zoo/ssd.py")
+    kinds = {kernel.name: kernel.kind for kernel in read_hlo(text, H100).kernels}
+    assert kinds["norm"] == "loss"
+
+
 def test_least_times_by_hand():
     kernels, _ = read()
     pairs = 256 * 257 / 2

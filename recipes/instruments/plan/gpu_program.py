@@ -6,6 +6,7 @@ at the memory's bandwidth. Both are in the program, so neither needs a GPU.
 
 import dataclasses
 import math
+import pathlib
 import re
 
 from recipes.common.report import program
@@ -25,6 +26,7 @@ FUNCTIONS = {
     "weights in use": r"in_use|use_layer|use_weights|table_copies",
     "optimizer": r"apply_gradients|apply_updates|update_fn|TrainStep",
 }
+RECURRENCES = "recurrences"  # of layers with a state, by the folder of their functions
 STACKS = "stacks of a scan"  # slices of weights and activations, read and written
 # Operations that launch no kernel.
 FREE = "parameter|constant|tuple|get-tuple-element|bitcast|after-all|partition-id"
@@ -37,7 +39,8 @@ class Kernel:
     """A kernel of a program."""
 
     name: str
-    kind: str  # a key of FUNCTIONS, STACKS, "attention", "matmuls of bfloat16", "copies", "others"
+    # A key of FUNCTIONS, RECURRENCES, STACKS, "attention", "matmuls of bfloat16", "copies", "others".
+    kind: str
     times: int  # executions per step
     flops: float  # of the matmuls of one execution
     rate: float  # FLOP/s of their format
@@ -139,6 +142,8 @@ def _kind(match: re.Match, frames: dict[str, list[Frame]]) -> str:
         return "copies"
     frame = re.search(r"stack_frame_id=(\d+)", match.string)
     for call in frames.get(frame[1] if frame else "", []):
+        if pathlib.PurePath(call.file).parent.parts[-2:] == ("zoo", "recurrent"):
+            return RECURRENCES
         for kind, functions in FUNCTIONS.items():
             if re.search(functions, call.function):
                 return kind
