@@ -61,7 +61,8 @@ def run(
         return after, before
 
     start = jax.tree.map(lambda x: x.reshape(B, G, H, *x.shape[2:]), (scale, offset))
-    (scale, offset), (scales, states) = jax.lax.scan(one, start, (keep, added))
+    # Unrolled: on TPUs, each turn of a loop would copy its states.
+    (scale, offset), (scales, states) = jax.lax.scan(one, start, (keep, added), unroll=True)
     out += since_start[..., None] * jnp.einsum("nbgck,nbghkv->nbghcv", q, states)
     out = join_chunks(by_head(out))[:, :T]
     offset = offset.reshape(B, N, K, V)
