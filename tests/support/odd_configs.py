@@ -156,11 +156,13 @@ def _config(entry: str, draw: Draw):
         }  # fmt: skip
     if entry == "hybrid":
         groups = draw.of(1, 2, 2, 3, 4)
-        pattern = draw.of("M*CE", "P-", "PE", "M-*E", "EMP", "C*E")
+        pattern = draw.of("M*CE", "P-", "PE", "M-*E", "EMP", "C*E", "K*E", "K-*", "D*+")
         experts = draw.of(True, False) if "E" in pattern else False
         sizes |= {
             "pattern": pattern, "num_layers": len(pattern) * draw.of(1, 2),
             "mamba_heads": groups * draw.of(1, 2, 3), "mamba_groups": groups,
+            "delta_heads": groups * draw.of(1, 2, 3), "delta_key_heads": groups,
+            "delta_key_dim": draw.of(3, 4, 6), "delta_value_dim": draw.of(4, 6, 8),
             "mamba_head_dim": draw.of(3, 4, 6), "mamba_state_dim": draw.of(4, 6, 8),
             "conv_width": draw.of(2, 3, 4), "mamba_norm": draw.of(True, False),
             "mamba_scales": draw.of((), (0.9, 1.1, 0.8, 1.2, 0.7)), "key_scale": draw.of(1.0, 1.3),
@@ -198,7 +200,8 @@ def make_batch(case: Case) -> dict[str, np.ndarray]:
     shape = case.rows, case.seq_len
     tokens, targets = random.integers(0, case.config.vocab_size, (2, *shape), np.int32)
     targets = np.where(random.random(shape) < 0.1, -1, targets)
-    ids = np.tile(np.arange(case.seq_len) >= case.seq_len // 2, (case.rows, 1)).astype(np.int32)
+    border = (case.seq_len + 1) // 3  # not one of shards, so that a document's state has to travel
+    ids = np.tile(np.arange(case.seq_len) >= border, (case.rows, 1)).astype(np.int32)
     return {"tokens": tokens, "targets": targets, "segment_ids": ids}
 
 

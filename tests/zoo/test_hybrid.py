@@ -152,15 +152,18 @@ def test_an_invalid_config_is_refused(changes, message):
 
 # ---- delta rules and latent attention ------------------------------------------------------------
 
+EIGHTS = {"delta_key_dim": 8, "delta_value_dim": 8}
 # Kimi Linear's layers and OLMo hybrid's.
 KIMI = dataclasses.replace(
     Config.tiny(), pattern="K-KE*E", num_layers=6, dense_mlp=48, sigmoid=True, capacity=None,
-    balance_rate=0.0, conv_width=3, **DELTAS | {"delta_key_dim": 8, "delta_value_dim": 8}, **LATENT,
+    balance_rate=0.0, conv_width=3, **DELTAS | EIGHTS, **LATENT,
 )  # fmt: skip
 OLMO = dataclasses.replace(
     DENSE, pattern="D-*+", delta_most_write=2.0, attention_norms="after", qk_norm=True,
     joint_qk_norm=True, delta_norm_eps=0.05, **DELTAS,
 )  # fmt: skip
+
+CHANNELS = dataclasses.replace(DENSE, pattern="K*", num_layers=2, **DELTAS | EIGHTS)
 
 
 def test_latent_attention_without_positions_is_its_definition():
@@ -261,6 +264,9 @@ MESHES = [
     (LATENT_EXPERTS, "data=2,expert=2,model=2", "fsdp_ep_tp", {"mlp_bias": True}),
     (LATENT_EXPERTS, "data=1,expert=4,seq=2", "fsdp_ep_cp", {"capacity": None}),
     (LATENT_EXPERTS, "data=2,model=4", "fsdp_tp_sp", {}),
+    # Kimi's delta attention, which `tiny` lacks, in the full tier; KIMI's cases are a release's.
+    (CHANNELS, "data=2,seq=2,model=2", "fsdp_cp_tp", {}),
+    (CHANNELS, "data=4,pipe=2", "fsdp_pp", {"num_layers": 4}),
 ]
 
 
