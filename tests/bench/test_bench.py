@@ -527,6 +527,17 @@ def test_slices_are_described_as_they_are_wired(monkeypatch, kind, chips, descri
     assert asked == {"platform": "tpu"} | described
 
 
+def test_a_compiler_that_does_not_start_is_one_line(monkeypatch):
+    from jax.experimental import topologies
+
+    def describe(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    with pytest.raises(UserError, match=r"does not start without a GPU; run .* JAX_PLATFORMS=cpu"):
+        aot.topology("h100", {"data": 8})
+
+
 @pytest.mark.promise("collectives-counted")
 def test_traffic_between_slices_is_a_table(monkeypatch, capfd):
     """Four devices stand for each slice, and the recorded program of two for the compiled step."""

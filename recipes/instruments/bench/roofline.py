@@ -87,11 +87,11 @@ def _compile(flags: RooflineFlags, config: Any) -> jax.stages.Compiled:
     """The compiled step. Raises UserError if there is no compiler, or too little memory."""
     if missing := missing_compiler(flags.kind):
         raise UserError(f"{missing}, or read a saved program with --program")
+    mesh = topology(flags.kind, {"data": 1})  # first: hybrids ask JAX for its devices
     model = entries.model(flags.entry)
     shape = trace_shape(model, config)
     changes = {"dtype": "bfloat16", "remat": flags.remat} if shape.dtype else {}
     config = replace(config, changes | read_set(type(config), flags.set, vars(flags)))
-    mesh = topology(flags.kind, {"data": 1})
     if shape.dtype:
         unroll = flags.unroll or default_unroll(config, mesh.devices.flat[0])
         config = dataclasses.replace(config, unroll=unroll)

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from recipes.common.report import report
+from recipes.common.runtime.errors import UserError
 from recipes.common.runtime.mesh import arrange, make_mesh
 from recipes.instruments.plan.hardware import HARDWARE, NODE, USABLE, topology_shape
 
@@ -79,6 +80,8 @@ def topology(kind: str, axes: dict[str, int], slices: int = 1) -> Mesh:
 
     Args:
       slices: number of TPU slices, which the outermost axes span.
+
+    Raises UserError if the GPU compiler does not start.
     """
     if kind == "cpu":
         return make_mesh(",".join(f"{axis}={n}" for axis, n in axes.items()))
@@ -87,7 +90,13 @@ def topology(kind: str, axes: dict[str, int], slices: int = 1) -> Mesh:
 
     chips = math.prod(axes.values())
     if HARDWARE[kind].platform == "gpu":
-        described = topologies.get_topology_desc(**_nodes(kind, chips))
+        try:
+            described = topologies.get_topology_desc(**_nodes(kind, chips))
+        except NotImplementedError:  # JAX looked for GPUs before, and has logged what it missed
+            package, _ = COMPILERS[kind]
+            raise UserError(
+                f"{package} does not start without a GPU; run the command again with JAX_PLATFORMS=cpu"
+            ) from None
     else:
         several: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
         described = topologies.get_topology_desc(**_slice(kind, chips // slices), **several)
