@@ -94,10 +94,14 @@ def dataset(name: str, options: dict[str, Any]):
     """The entry's data.Dataset.
 
     Args:
-      options: a run's flags and its config's fields; `load` gets those that it has parameters for.
+      options: a run's flags and its config's fields.
 
     Raises DataError if the data can't be loaded.
     """
-    load = importlib.import_module(ENTRIES[name].data).load
+    return with_options(importlib.import_module(ENTRIES[name].data).load, options)
+
+
+def with_options(load: Callable, options: dict[str, Any]):
+    """What a module's `load` returns for those of the options that it has parameters for."""
     wanted = inspect.signature(load).parameters
     return load(**{key: value for key, value in options.items() if key in wanted})

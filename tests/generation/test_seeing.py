@@ -12,7 +12,7 @@ import pytest
 from data import DataError, picture_rows
 from data.tokenizer import BYTES
 from recipes.common import checkpoint, hf
-from recipes.common.generation import questions
+from recipes.common.generation import picture_prompts, questions
 from recipes.common.generation.generator import Generator, Sampling
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import UserError
@@ -157,6 +157,26 @@ def of_squares() -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
             }
         )
     return prompts, pictures
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Config.tiny(), UNEQUAL, dataclasses.replace(UNEQUAL, tower_layers=0)],
+    ids=["gemma3", "gemma4", "gemma4 without a tower"],
+)
+def test_rows_and_prompts_have_the_same_pixels(config, tmp_path):
+    """Of a tall picture, in which the order of rows and columns matters."""
+    noise = np.random.default_rng(0).integers(0, 256, (90, 20, 3), np.uint8)
+    PIL.Image.fromarray(noise).save(tmp_path / "a.png")
+    row = {"prompt": "<image>?", "completion": "a", "images": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    rows = picture_answers.load(str(tmp_path / "rows.jsonl"), 64, config, BYTES, pack=False).train
+    reader = picture_prompts.reader(config, BYTES)
+    marked, pictures = picture_rows.with_marks(row, tmp_path, "here")
+    prompt = reader.asked({"prompt": marked["prompt"]}, pictures, "here")
+    example = rows.example(rows.rows[0])
+    for name, array in reader.pictures(prompt, "here").items():
+        np.testing.assert_array_equal(example[name], array)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from data import pictured
 from data.batches import Dataset
 from data.tokenizer import Tokenizer
+from recipes.common import entries
 from recipes.common.generation.picture_prompts import tokens_of
 from recipes.common.sharding import Tree
 from zoo.core.sharding import constrain
@@ -25,15 +26,14 @@ def load(
     pack: bool = True,
 ) -> Dataset:
     """Rows with pictures as examples for a model; see pictured.load. Raises DataError."""
-    shape = {
-        name: vars(config)[name]
-        for name in ("image_size", "patch", "pooling", "picture_tokens")
-        if name in vars(config)
+    own = {
+        "dataset": dataset,
+        "seq_len": seq_len,
+        "tokenizer": tokenizer,
+        "picture": tokens_of(config),
     }
-    return pictured.load(
-        dataset, seq_len, channels=config.channels, resample=config.resample, tokenizer=tokenizer,
-        picture=tokens_of(config), seed=seed, part=part, pack=pack, **shape,
-    )  # fmt: skip
+    own |= {"seed": seed, "part": part, "pack": pack}
+    return entries.with_options(pictured.load, vars(config) | own)
 
 
 def right_answers(model: Any, batch: Tree) -> Tree:
