@@ -43,7 +43,7 @@ def test_kernels_by_hand():
 
 def test_a_recurrence_is_known_by_its_folder():
     """Its backward pass runs inside the loss's, whose functions would decide."""
-    text = PROGRAM.replace('"zoo/layers.py"', '"/home/me/zoo/recurrent/ssd.py"')
+    text = PROGRAM.replace('"zoo/layers.py"', '"clone/zoo/recurrent/ssd.py"')
     text = text.replace("RMSNorm.__call__", "run").replace("Layer.__call__", "cross_entropy")
     kinds = {kernel.name: kernel.kind for kernel in read_hlo(text, H100).kernels}
     assert kinds["norm"] == "recurrences"

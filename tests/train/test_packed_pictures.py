@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,11 +11,9 @@ from data.picture_rows import PictureRow
 from data.pictured import Pictured, packed
 from data.squares import SquareForm
 from recipes.common.mesh import make_mesh
-from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.layout import make_layout, shardings
-from recipes.common.train.step import gradients
+from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
-from tests.support.quick import QUICK
+from tests.support import seeing
 from zoo import gemma3_vision, gemma4_vision
 from zoo.core.layers import AttentionType
 
@@ -85,28 +82,7 @@ def loss_and_gradients(name: str, mesh: str, strategy: str, pack: bool, **change
     layout = make_layout(
         CLASSES[name], config, make_mesh(mesh), strategy, batch_size=len(rows["tokens"]), seq_len=T
     )
-
-    random = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        part = jax.tree_util.keystr(path)
-        size = random.normal(size=leaf.shape) / 16
-        if "clips" in part:  # bounds that some numbers exceed
-            size = (1 + abs(size)) * (1 if "max" in part else -1)
-        mean = 1.0 if "scal" in part or "factor" in part else 0.0
-        return (mean + size).astype(np.float32)
-
-    def both(variables, rows):
-        grads, _, means = gradients(layout, variables, rows)
-        return means, grads
-
-    variables = jax.tree_util.tree_map_with_path(draw, layout.model.shapes)
-    given = (
-        jax.device_put(variables, shardings(layout.variables())),
-        jax.device_put(rows, layout.batch_shardings(rows)),
-    )
-    means, grads = layout.compile(both, *given, compiler_options=QUICK)(*given)
-    return float(means["loss"]), {path: np.asarray(x) for path, x in paths(grads).items()}
+    return seeing.loss_and_gradients(*seeing.step(layout, rows))
 
 
 CASES = [

@@ -11,10 +11,9 @@ import pytest
 
 from recipes.common.mesh import make_mesh
 from recipes.common.report.hlo import collectives
-from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.layout import make_layout, shardings
-from recipes.common.train.step import gradients
+from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
+from tests.support import seeing
 from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo.core.layers import AttentionType
@@ -60,30 +59,13 @@ def compiled(mesh: str, strategy: str, slots: int = M, **changes):
     config = dataclasses.replace(TINY, **changes)
     rows = batch(starts, slots)
     layout = make_layout(Gemma3Vision, config, make_mesh(mesh), strategy, batch_size=B, seq_len=T)
-    random = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        name = jax.tree_util.keystr(path)
-        mean = 1.0 if "tower" in name and "scale" in name else 0.0
-        return (mean + random.normal(size=leaf.shape) / 16).astype(np.float32)
-
-    def both(variables, rows):
-        grads, _, means = gradients(layout, variables, rows)
-        return means, grads
-
-    variables = jax.tree_util.tree_map_with_path(draw, layout.model.shapes)
-    given = (
-        jax.device_put(variables, shardings(layout.variables())),
-        jax.device_put(rows, layout.batch_shardings(rows)),
-    )
-    return layout.compile(both, *given, compiler_options=QUICK), given, layout
+    return *seeing.step(layout, rows), layout
 
 
 @functools.cache
 def loss_and_gradients(mesh: str, strategy: str, slots: int = M, **changes):
     program, given, _ = compiled(mesh, strategy, slots, **changes)
-    means, grads = program(*given)
-    return float(means["loss"]), {path: np.asarray(x) for path, x in paths(grads).items()}
+    return seeing.loss_and_gradients(program, given)
 
 
 @pytest.mark.parametrize(

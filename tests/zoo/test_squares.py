@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from recipes.common.mesh import make_mesh
-from recipes.common.sharding.abstract import paths
-from recipes.common.sharding.layout import make_layout, shardings
-from recipes.common.train.step import gradients
+from recipes.common.sharding.layout import make_layout
 from tests.conftest import full_except
+from tests.support import seeing
 from tests.support.models import built
 from tests.support.quick import QUICK
 from zoo.gemma4_vision import Config, Gemma4Vision
@@ -73,27 +72,7 @@ def loss_and_gradients(variant: str, mesh: str, strategy: str, slots: int = M, *
     rows = batch(PLACES if slots == M else {3: [(6, (2, 2))]}, slots)
     config = dataclasses.replace(TINY, **VARIANTS[variant], **changes)
     layout = make_layout(Gemma4Vision, config, make_mesh(mesh), strategy, batch_size=B, seq_len=T)
-    random = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        name = jax.tree_util.keystr(path)
-        size = random.normal(size=leaf.shape) / 16
-        if "clips" in name:  # bounds that some numbers exceed
-            size = (1 + abs(size)) * (1 if "max" in name else -1)
-        mean = 1.0 if "scal" in name or "factor" in name else 0.0
-        return (mean + size).astype(np.float32)
-
-    def both(variables, rows):
-        grads, _, means = gradients(layout, variables, rows)
-        return means, grads
-
-    variables = jax.tree_util.tree_map_with_path(draw, layout.model.shapes)
-    given = (
-        jax.device_put(variables, shardings(layout.variables())),
-        jax.device_put(rows, layout.batch_shardings(rows)),
-    )
-    means, grads = layout.compile(both, *given, compiler_options=QUICK)(*given)
-    return float(means["loss"]), {path: np.asarray(x) for path, x in paths(grads).items()}
+    return seeing.loss_and_gradients(*seeing.step(layout, rows))
 
 
 CASES = [
