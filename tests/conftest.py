@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 gc.disable()  # until all tests are imported: measured, 20 CPU seconds instead of 25
 ROOT = pathlib.Path(__file__).parent.parent
+os.environ["NPROC"] = "32"  # see recipes/common/runtime/mesh.py: room for two programs in flight
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Programs would carry the calls that led to each instruction: 5% of the time to compile them.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -421,3 +422,10 @@ def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: gpus(3, 4))
     with pytest.raises(UserError, match=r"not divisible by 3 processes; try --mesh=6x2$"):
         make_mesh("4x2")
+    assert os.environ["NPROC"] == "32"
+
+
+def test_simulated_devices_have_threads_for_two_collectives_each(monkeypatch):
+    monkeypatch.delenv("NPROC")
+    make_mesh("4x2")
+    assert int(os.environ["NPROC"]) >= 2 * 8

@@ -86,6 +86,10 @@ def make_mesh(text: str = "") -> Mesh:
         )
     per_process = wanted // processes.count()
     if axes and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # A collective blocks one thread of XLA's pool per device, and a device may be in two at once:
+        # of two programs, or of one, such as a tower's beside a decoder's. By default the pool has one
+        # thread per device or core, and gemma4_vision deadlocks.
+        os.environ.setdefault("NPROC", str(2 * per_process + (os.cpu_count() or 1)))
         with contextlib.suppress(RuntimeError):  # JAX has already created its devices: use those
             configured = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.update("jax_num_cpu_devices", max(per_process, configured))

@@ -21,7 +21,7 @@ def beside(mesh: Mesh, work: Callable[[], Value]) -> Callable[[], Value]:
 
     Args:
       mesh: that of the programs.
-      work: runs no program with collectives, which simulated devices would run in between the others.
+      work: runs no program with collectives; simulated devices have threads for two of them.
     """
     if mesh.devices.flat[0].platform != "cpu" or processes.count() > 1:
         return functools.cache(work)

@@ -259,7 +259,8 @@ def take_steps(
                 state, metrics = step(state, batch)
                 batch, input_wait = next(feed)  # while the step runs
                 # Waits for the step before this one: the device stays busy, and no more than two
-                # programs are in flight, whose batches take memory.
+                # programs are in flight. More can deadlock simulated devices, which share one small
+                # thread pool.
                 log.step(done, metrics, input_wait)
                 asked = preemption.requested(done)
                 if asked or done % run.checkpoint_every == 0 or done == run.steps:
