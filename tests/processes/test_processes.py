@@ -425,6 +425,7 @@ def test_a_mesh_must_be_divisible_by_the_number_of_processes(monkeypatch):
     assert os.environ["NPROC"] == "32"
 
 
+@pytest.mark.promise("meshes-agree")
 def test_simulated_devices_have_threads_for_two_collectives_each(monkeypatch):
     monkeypatch.delenv("NPROC")
     make_mesh("4x2")
