@@ -1,8 +1,11 @@
 """Pictures that rows name: found, checked by their headers, and read when a batch needs them.
 
-A picture is a path relative to the rows' file, bytes, or {"path": …, "bytes": …}, as `datasets` has it.
+A picture is a path relative to the rows' file, bytes, {"path": …, "bytes": …}, as `datasets` has it, or a
+"data:image/png;base64,…" URI, as chat services have it (RFC 2397).
 """
 
+import base64
+import binascii
 import io
 import json
 import pathlib
@@ -19,6 +22,7 @@ from data.squares import SquareForm
 # How files of a kind end; one that doesn't is decoded before any step, as it may have been cut off.
 ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
 TAIL = 64  # bytes at the end of a file in which that is
+LONGEST = 4096  # characters of a path; a longer text is none
 
 
 def reference(picture: Any, folder: pathlib.Path, where: str) -> Any:
@@ -31,10 +35,28 @@ def reference(picture: Any, folder: pathlib.Path, where: str) -> Any:
         buffer = io.BytesIO()
         picture.save(buffer, "PNG")
         return buffer.getvalue()
-    if isinstance(picture, str) and "://" not in picture:
+    if isinstance(picture, str) and picture.startswith("data:"):
+        return _from_uri(picture, where)
+    if isinstance(picture, str) and "://" not in picture and len(picture) <= LONGEST:
         return folder / picture
-    raise DataError(
-        f"{where}: a picture is {json.dumps(str(picture))[:60]}; use a path relative to the file, or bytes"
+    raise _not_a_picture(picture, where)
+
+
+def _from_uri(uri: str, where: str) -> bytes:
+    """The bytes in a URI of the scheme data. Raises DataError."""
+    header, _, encoded = uri.partition(",")
+    if not header.endswith(";base64"):
+        raise _not_a_picture(uri, where)
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):  # ValueError: letters that aren't ASCII
+        raise _not_a_picture(uri, where) from None
+
+
+def _not_a_picture(picture: Any, where: str) -> DataError:
+    return DataError(
+        f"{where}: a picture is {json.dumps(str(picture)[:60])}; use a path relative to the file, bytes, "
+        "or data:image/png;base64,…"
     )
 
 
@@ -121,7 +143,11 @@ def _file(picture: Any, where: str) -> pathlib.Path | BinaryIO:
     """What to open. Raises DataError if there is no such file."""
     if not isinstance(picture, pathlib.Path):
         return io.BytesIO(picture)
-    if not picture.is_file():
+    try:
+        exists = picture.is_file()
+    except OSError:  # a name that the disk can't hold, before Python 3.12
+        exists = False
+    if not exists:
         raise DataError(f"{where}: {_name(picture)} does not exist; fix the path, or leave it out")
     return picture
 

@@ -101,6 +101,33 @@ def empty_row(seq_len: int, slots: int, form: images.AnyForm) -> Example:
     return {"tokens": zeros, "targets": zeros - 1, "segment_ids": zeros, **pictures}
 
 
+def form_of(
+    image_size: int = 8,
+    channels: int = 1,
+    resample: str = "bilinear",
+    patch: int = 1,
+    pooling: int = 0,
+    picture_tokens: int = OF_BYTES.count,
+    tower_layers: int = 1,
+) -> images.AnyForm:
+    """The form into which pictures are brought, by fields of a model's Config.
+
+    Args:
+      patch, pooling: above 0: pictures are grids of squares of patch · pooling pixels.
+      picture_tokens: the most of these.
+      tower_layers: 0: such grids as Gemma 4 12B's processor resizes them.
+    """
+    if not pooling:
+        return images.Form(image_size, channels, resample)
+    return SquareForm(
+        side=patch * pooling,
+        most=picture_tokens,
+        channels=channels,
+        resample=resample,
+        columns_first=not tower_layers,
+    )
+
+
 def load(
     dataset: str = "digits",
     seq_len: int = 64,
@@ -126,16 +153,13 @@ def load(
       part: "held_out": a tenth of the rows, or a test split, is held out; "all": every row is, to
         evaluate on.
       pack: rows of as many whole documents as fit; False: a row for each.
-      patch, pooling: above 0: pictures are grids of squares of patch · pooling pixels.
-      picture_tokens: the most of these.
-      tower_layers: 0: such grids as Gemma 4 12B's processor resizes them.
+      patch, pooling, picture_tokens, tower_layers: see form_of.
 
     Raises DataError if there is no such dataset, a row has another form, its number of pictures is
       another than that of their places, or a picture can't be read.
     """
-    form: Any = images.Form(image_size, channels, resample)
-    if pooling:
-        form = SquareForm(patch * pooling, picture_tokens, channels, resample, not tower_layers)
+    form = form_of(image_size, channels, resample, patch, pooling, picture_tokens, tower_layers)
+    if isinstance(form, SquareForm):
         picture = picture._replace(count=picture_tokens, squares=form)
         image_size = form.grid(1, 1)[1] * form.side  # of the digits, which are square
     if dataset == "digits":

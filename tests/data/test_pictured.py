@@ -1,5 +1,6 @@
 """Rows with pictures: their forms, what is learned of them, and mistakes, which name the row."""
 
+import base64
 import io
 import json
 import pathlib
@@ -69,8 +70,12 @@ def test_a_row_has_its_pictures_where_their_marks_are(write):
     assert not data.train.example(text)["images"].any()
 
 
+def uri(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
 def test_other_forms_of_rows_are_the_same_row(tmp_path):
-    """A column or parts of messages, LLaVA's conversations, paths and bytes."""
+    """A column or parts of messages, LLaVA's conversations, paths, bytes and URIs with base64."""
     (tmp_path / "a.png").write_bytes(png(10))
     parts = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What?"}]
     answer = {"role": "assistant", "content": "A cat."}
@@ -81,6 +86,8 @@ def test_other_forms_of_rows_are_the_same_row(tmp_path):
          "images": ["a.png"]},
         {"messages": [{"role": "user", "content": "<image>What?"}, answer],
          "image": {"bytes": png(10), "path": None}},
+        {"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": uri(png(10))}}, parts[1]]}, answer]},
     ]  # fmt: skip
     made = [picture_rows.with_marks(row, tmp_path, "row") for row in forms]
     first, *others = (
@@ -100,6 +107,11 @@ def test_other_forms_of_rows_are_the_same_row(tmp_path):
         (ROW | {"images": ["a.png", "none.png"]}, r"line 1: the picture .*none.png does not exist"),
         (ROW | {"images": ["a.png", "rows.jsonl"]}, r"line 1: the picture .*rows.jsonl can't be read"),
         (ROW | {"images": ["a.png", "http://x/y.png"]}, "line 1: a picture is"),
+        (ROW | {"images": ["a.png", "data:image/png;base64,AAA"]}, 'line 1: a picture is "data:image'),
+        (ROW | {"images": ["a.png", "data:image/png,%89PNG"]}, 'line 1: a picture is "data:image'),
+        (ROW | {"images": ["a.png", uri(b"no picture")]}, "line 1: a picture can't be read"),
+        (ROW | {"images": ["a.png", "A" * 300]}, r"line 1: the picture .*AAA does not exist"),
+        (ROW | {"images": ["a.png", "A" * 9999]}, 'line 1: a picture is "AAA'),
         (ROW | {"completion": "yes" * 9}, "line 1 has 46 tokens .* --seq_len=40"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 'the type "audio"'),
         (ROW | {"images": ["a.png", "cut.jpg"]}, r"line 1: the picture .*cut.jpg can't be read"),

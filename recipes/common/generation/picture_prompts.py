@@ -60,24 +60,24 @@ class PromptReader:
 def reader(config: Any, tokenizer: Tokenizer) -> PromptReader:
     """The reader for a model that sees."""
     tokens = tokens_of(config)
-    form = tokens.squares or images.Form(config.image_size, config.channels, config.resample)
-    return PromptReader(picture_rows.for_pictures(tokenizer, tokens), tokens, form)
+    return PromptReader(picture_rows.for_pictures(tokenizer, tokens), tokens, form_of(config))
+
+
+def form_of(config: Any) -> images.AnyForm:
+    """The form into which a model's pictures are brought."""
+    return entries.with_options(pictured.form_of, vars(config))
 
 
 def tokens_of(config: Any) -> PictureTokens:
     """How a picture becomes tokens of a model."""
-    squares = None
-    if "pooling" in vars(config):  # pictures keep their aspect ratio
-        squares = SquareForm(
-            config.square, config.picture_tokens, config.channels, config.resample, not config.tower_layers
-        )  # fmt: skip
+    form = form_of(config)
     return PictureTokens(
         begin=config.picture_begin,
         placeholder=config.image_token,
         end=config.picture_end,
         count=config.picture_tokens,
         margin=config.picture_margin,
-        squares=squares,
+        squares=form if isinstance(form, SquareForm) else None,
     )
 
 
