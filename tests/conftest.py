@@ -27,7 +27,7 @@ from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 from recipes.common.entries import ENTRIES  # noqa: E402
 from recipes.common.runtime import preemption  # noqa: E402
 from tests.support import durations, programs  # noqa: E402
-from tests.support.quick import XLA_FLAGS  # noqa: E402
+from tests.support.quick import XLA_FLAGS, environment  # noqa: E402
 
 # Two NaN aren't equal: a test that compares nothing must fail.
 np.testing.assert_allclose = functools.partial(np.testing.assert_allclose, equal_nan=False)
@@ -234,7 +234,7 @@ def run(tmp_path):
         return Finished(
             subprocess.run(
                 [sys.executable, "-m", module, *flags],
-                cwd=cwd, timeout=timeout, capture_output=True, text=True, env=os.environ | env,
+                cwd=cwd, timeout=timeout, capture_output=True, text=True, env=environment() | env,
             )
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ import pytest
 from recipes.common import checkpoint
 from tests.conftest import ROOT
 from tests.support.pictured_folder import write_folder
-from tests.support.quick import XLA_FLAGS
+from tests.support.quick import XLA_FLAGS, environment
 from tests.support.runs import TINY, assert_bit_equal, records, state_of, steps_saved, to_reinforce
 
 pytestmark = [pytest.mark.promise("resume"), pytest.mark.full]  # a dozen real processes
@@ -47,7 +47,7 @@ def starting(recipe: str, *flags: str):
     def start(workdir):
         return subprocess.Popen(
             [*command, f"--workdir={workdir}"], cwd=ROOT, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
+            stderr=subprocess.STDOUT, text=True, env=environment() | {"XLA_FLAGS": XLA_FLAGS},
         )  # fmt: skip
 
     return start
@@ -251,15 +251,15 @@ def sample(tmp_path_factory):
     flags = (*SAMPLING, *to_reinforce(folder, REWARD_THAT_KILLS))
 
     def run(workdir, phase="none", count=0) -> tuple[int, str]:
-        environment = os.environ | {"XLA_FLAGS": XLA_FLAGS, "ZOO_CACHE": str(folder / "cache")}
+        variables = environment() | {"XLA_FLAGS": XLA_FLAGS, "ZOO_CACHE": str(folder / "cache")}
         if phase == "reward":
             assert count == 2
             calls = workdir.parent / "calls"
             calls.unlink(missing_ok=True)
-            environment["KILL_IN_REWARD"] = str(calls)
+            variables["KILL_IN_REWARD"] = str(calls)
         command = [sys.executable, "-c", KILLED, phase, str(count), *flags, f"--workdir={workdir}"]
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, text=True,
+            command, cwd=ROOT, env=variables, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         return done.returncode, done.stdout

@@ -1,6 +1,5 @@
 """Runs of several processes on this machine."""
 
-import os
 import pathlib
 import socket
 import subprocess
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.quick import XLA_FLAGS
+from tests.support.quick import XLA_FLAGS, environment
 from tests.support.runs import TINY
 
 FLAGS = (*TINY, "--mesh=4x2", "--log_every=1", "--checkpoint_every=1000")
@@ -90,7 +89,7 @@ class LocalProcesses:
             subprocess.Popen(
                 [sys.executable, *shared, f"--process_id={i}", *own[i]],
                 cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                env=os.environ | {"XLA_FLAGS": XLA_FLAGS},  # each compiles all for itself
+                env=environment() | {"XLA_FLAGS": XLA_FLAGS},  # each compiles all for itself
             )
             for i in range(count)
         ]  # fmt: skip
