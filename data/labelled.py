@@ -86,8 +86,8 @@ def load(
     else:
         parts = [train_rows, held_out_rows]
     named = [[_label(row, label_column, where) for where, row in part] for part in parts]
-    for part, found in zip(parts, named, strict=True):
-        _check_gaps(part, found, label_column)
+    for part, labels_of_part in zip(parts, named, strict=True):
+        _check_gaps(part, labels_of_part, label_column)
     names = classes(named[0], labels)
     if len(names) < 2:
         raise DataError(
@@ -152,13 +152,13 @@ def text_columns(row: Any, text_column: str, pair_column: str = "") -> tuple[str
 
 
 def _two_texts_note(first: str, second: Sequence[str], types: bool) -> list[str]:
-    how = "told apart by types of tokens" if types else "told apart by control tokens alone"
-    return [f"Two texts a row: {first!r} and {name!r}, {how}." for name in second]
+    told_apart = "told apart by types of tokens" if types else "told apart by control tokens alone"
+    return [f"Two texts a row: {first!r} and {name!r}, {told_apart}." for name in second]
 
 
-def classes(found: Sequence[str], labels: Sequence[str] = ()) -> tuple[str, ...]:
+def classes(of_rows: Sequence[str], labels: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of the classes of labels: the given ones, if they include all, or sorted."""
-    distinct = {*found}
+    distinct = {*of_rows}
     if labels and (distinct <= {*labels} or distinct <= {*map(str, range(len(labels)))}):
         return tuple(labels)
     numbers = all(name.removeprefix("-").isdigit() for name in distinct)

@@ -138,7 +138,7 @@ class Pairs(Rows):
 
     def __init__(self, pairs: list[Made], length: int):
         self._length = length
-        self.found, self.cut, self.lost, self.of = len(pairs), 0, 0, 0
+        self.made, self.cut, self.lost, self.of = len(pairs), 0, 0, 0
         self.longest = max((len(x.tokens) - 1 for _, *both, _ in pairs for x in both), default=0)
         kept, labels = [], []
         for _, *both, label in pairs:
@@ -181,10 +181,10 @@ class Pairs(Rows):
     def notes(self, what: str, tokenizer: Tokenizer) -> Iterator[str]:
         """Lines to print: how many pairs there are, and what is cut."""
         yield f"{what}: {len(self):,} pairs, {self.of - self.lost:,} tokens of answers."
-        if self.cut or len(self) < self.found:
+        if self.cut or len(self) < self.made:
             yield (
-                f"warning: {self.cut:,} of {2 * self.found:,} answers are cut at --seq_len={self._length} "
-                f"and {self.found - len(self):,} pairs left out, which loses {self.lost:,} of "
+                f"warning: {self.cut:,} of {2 * self.made:,} answers are cut at --seq_len={self._length} "
+                f"and {self.made - len(self):,} pairs left out, which loses {self.lost:,} of "
                 f"{self.of:,} tokens; --seq_len={self.longest} keeps all."
             )
 

@@ -173,10 +173,10 @@ def encoded(
     counts = picture.counts(pictures, where)
     documents = conversations.documents(checked, tokenizer, where)
     for document, wanted in zip(documents, places[-len(documents) :], strict=True):
-        tokens, is_target, found = expanded(document, tokenizer.mark, picture, counts)
-        check_rendered(found, wanted, where)
+        tokens, is_target, rendered = expanded(document, tokenizer.mark, picture, counts)
+        check_rendered(rendered, wanted, where)
         size = conversations.target_bytes(document, tokenizer)
-        yield PictureRow(tokens, is_target, tuple(pictures[:found]), where, size)
+        yield PictureRow(tokens, is_target, tuple(pictures[:rendered]), where, size)
 
 
 def check_places(places: int, pictures: int, where: str) -> None:
@@ -192,11 +192,11 @@ def _marks(cells: Any) -> int:
     return json.dumps(cells, ensure_ascii=False, default=str).count(MARK)
 
 
-def check_rendered(found: int, places: int, where: str) -> None:
+def check_rendered(rendered: int, places: int, where: str) -> None:
     """Raises DataError if a template rendered another number of places than a row has."""
-    if found != places:
+    if rendered != places:
         raise DataError(
-            f"{where}: the chat template renders {found} places for {places} pictures; use another "
+            f"{where}: the chat template renders {rendered} places for {places} pictures; use another "
             "template, and texts without its control tokens"
         )
 
@@ -213,19 +213,19 @@ def expanded(
       counts: the placeholders of the pictures; of more marks than these, K.
     """
     tokens, is_target = [], []
-    found = position = 0
+    count = position = 0
     while position < len(document.tokens):
         if np.array_equal(document.tokens[position : position + len(mark)], mark):
-            around = picture.around(counts[found] if found < len(counts) else 0)
+            around = picture.around(counts[count] if count < len(counts) else 0)
             tokens += around
             is_target += [False] * len(around)
             position += len(mark)
-            found += 1
+            count += 1
         else:
             tokens.append(document.tokens[position])
             is_target.append(document.targets[position])
             position += 1
-    return np.array(tokens, np.int32), np.array(is_target, bool), found
+    return np.array(tokens, np.int32), np.array(is_target, bool), count
 
 
 # ---- prompts to answer ---------------------------------------------------------------------------
@@ -258,8 +258,8 @@ def asked(
         tokens = tokenizer.prompt(tokenizer.with_margins(row["prompt"]))
     document = conversations.Document(tokens, np.zeros(len(tokens), bool))
     counts = picture.counts(pictures, where)
-    tokens, _, found = expanded(document, tokenizer.mark, picture, counts)
-    check_rendered(found, len(pictures), where)
+    tokens, _, rendered = expanded(document, tokenizer.mark, picture, counts)
+    check_rendered(rendered, len(pictures), where)
     return Prompt(tokens, tuple(pictures))
 
 
@@ -283,9 +283,9 @@ def with_marks(row: Any, folder: pathlib.Path, where: str) -> tuple[dict[str, An
     """A row in which MARK stands for each picture, and its pictures. Raises DataError."""
     if not isinstance(row, dict):
         raise DataError(f"{where} is not an object with columns; write one JSON object a line")
-    given = row.get(SEVERAL)
-    given = row.get(SINGLE) if given is None else given
-    listed = [one for one in (given if isinstance(given, list) else [given]) if one is not None]
+    column = row.get(SEVERAL)
+    column = row.get(SINGLE) if column is None else column
+    listed = [one for one in (column if isinstance(column, list) else [column]) if one is not None]
     if LLAVA in row and "messages" not in row:
         row = row | {"messages": _messages_of(row[LLAVA], where)}
     kept = {name: cell for name, cell in row.items() if name not in (SINGLE, SEVERAL, LLAVA)}

@@ -28,10 +28,10 @@ def rows(name: str) -> list[tuple[str, Any]]:
     # str.splitlines would also split at U+2028 and U+0085, which JSON texts may contain.
     numbered = enumerate(content.split("\n"), start=1)
     places = ((f"line {number} of {name}", line) for number, line in numbered if line.strip())
-    found = [(where, _parsed(line, where)) for where, line in places]
-    if not found:
+    rows = [(where, _parsed(line, where)) for where, line in places]
+    if not rows:
         raise DataError(f'--prompts={name} is empty; add a line like {{"prompt": "Hello"}}')
-    return found
+    return rows
 
 
 def _parsed(line: str, where: str) -> Any:

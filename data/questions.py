@@ -114,7 +114,7 @@ def _headers() -> list[Row]:
     (source,) = sources.find("stdlib")
     texts: dict[str, None] = {}
     for part in source.parts():
-        found = HEADER.findall(part.text.decode(errors="ignore"))
-        short = [text for text in found if len(text) <= HEADER_BYTES and text.isascii()]
+        headers = HEADER.findall(part.text.decode(errors="ignore"))
+        short = [text for text in headers if len(text) <= HEADER_BYTES and text.isascii()]
         texts |= dict.fromkeys(short[:OF_A_FILE])
     return [("a function of the standard library", {"prompt": text}) for text in texts]

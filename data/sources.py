@@ -115,12 +115,12 @@ def check_column(column: str, *datasets: str) -> None:
     """
     if column in ("text", "messages"):
         return
-    found = [one for dataset in datasets if dataset for one in find(dataset, column)]
-    if any(_has_columns(one) for one in found):
+    chosen = [one for dataset in datasets if dataset for one in find(dataset, column)]
+    if any(_has_columns(one) for one in chosen):
         return
     raise DataError(
-        f"--text_column={column} is for rows of text with columns, and {found[0].name} has "
-        f"{'conversations' if found[0].form() != TEXT else 'none'}; leave it out"
+        f"--text_column={column} is for rows of text with columns, and {chosen[0].name} has "
+        f"{'conversations' if chosen[0].form() != TEXT else 'none'}; leave it out"
     )
 
 

@@ -92,12 +92,12 @@ class Config:
 
     def __post_init__(self):
         """Raises ValueError if the configuration is invalid."""
-        for name, whole, part in (
+        for name, length, part in (
             ("image_size", self.image_size, self.patch),
             ("embed", self.embed, self.num_heads),
         ):
-            if whole % part:
-                raise ValueError(f"{name} {whole} is not divisible by {part}")
+            if length % part:
+                raise ValueError(f"{name} {length} is not divisible by {part}")
         check_fields(self)
         weights.check(self)
 

@@ -135,15 +135,15 @@ def imported(entry: str, nested: bool = True, without=()) -> list[str]:
 
 def _imports(path: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
     """(indent, file) of each relative import in a file of the zoo."""
-    found = []
+    files = []
     statement = r"^( *)from (\.+)([\w.]*) import (\([^)]*\)|.*)"
     for indent, dots, module, names in re.findall(statement, path.read_text(), re.MULTILINE):
         place = path.parents[len(dots) - 1].joinpath(*module.split("."))
         if place.with_suffix(".py").exists():
-            found.append((indent, place.with_suffix(".py")))
+            files.append((indent, place.with_suffix(".py")))
         else:  # a folder
-            found += [(indent, place / f"{name}.py") for name in re.findall(r"\w+", names)]
-    return found
+            files += [(indent, place / f"{name}.py") for name in re.findall(r"\w+", names)]
+    return files
 
 
 if __name__ == "__main__":

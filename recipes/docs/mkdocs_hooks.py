@@ -185,7 +185,7 @@ def print_flags() -> None:
 def fixed_flags(recipe: str) -> list[str]:
     """The flags of a training recipe that may not change when its run resumes."""
     groups = []
-    begin, start.start = start.start, lambda main, *given, **_: groups.extend(given)
+    begin, start.start = start.start, lambda main, *flag_groups, **_: groups.extend(flag_groups)
     try:
         runpy.run_module(f"recipes.{recipe}", run_name="__main__")
     finally:

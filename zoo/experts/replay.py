@@ -62,15 +62,15 @@ def _given(model, experts_BTLJ) -> list[tuple[Routes, Given]]:
     experts_BTLJ = constrain(experts_BTLJ.astype(jnp.int32), "batch", "seq", None, None)
     experts_LBTJ = jnp.moveaxis(layout.reorder(experts_BTLJ, None, None), 2, 0)
     stacks = model.layers.values() if isinstance(model.layers, nnx.Dict) else [model.layers]
-    found, first = [], 0
+    given_routes, first = [], 0
     for stack in stacks:
         for _, module in nnx.iter_modules(stack):
             if isinstance(module, Routes):
                 count = len(jax.tree.leaves(stack)[0])
                 given = experts_LBTJ[first : first + count]
                 axes = ("layers", "batch", "seq", "chosen")
-                found.append((module, Given(given, out_sharding=axes, eager_sharding=False)))
+                given_routes.append((module, Given(given, out_sharding=axes, eager_sharding=False)))
                 first += count
     if first != len(experts_LBTJ):
         raise ValueError(f"{len(experts_LBTJ)} layers' choices for {first} layers with experts")
-    return found
+    return given_routes

@@ -108,17 +108,17 @@ def _call(kernel, visits, blocks, rows, results, size: int):
     """
     B, programs, T = results[0][:3]
 
-    def part(x, whole: bool = False):
+    def part(x, all_positions: bool = False):
         heads = x.shape[1]
         G = max(1, heads // programs)
-        dims = (G, x.shape[2]) if whole else (None, size)
+        dims = (G, x.shape[2]) if all_positions else (None, size)
         rest = x.shape[3:]
 
         def place(i, n, b):
             return (
                 b,
-                n * heads // programs // (G if whole else 1),
-                0 if whole else i,
+                n * heads // programs // (G if all_positions else 1),
+                0 if all_positions else i,
                 *[0] * len(rest),
             )
 
@@ -129,7 +129,7 @@ def _call(kernel, visits, blocks, rows, results, size: int):
     run = pl.pallas_call(
         kernel,
         grid=(T // size, programs, B),
-        in_specs=[visit, *map(part, blocks), *(part(x, whole=True) for x in rows)],
+        in_specs=[visit, *map(part, blocks), *(part(x, all_positions=True) for x in rows)],
         out_specs=[part(x) for x in shapes],
         out_shape=shapes,
         compiler_params=gpu.CompilerParams(num_warps=8, num_stages=2),

@@ -207,7 +207,7 @@ def _spread(logits_RMK: jax.Array, ids_RMK: jax.Array, words: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(of_chunk, x_CRMD, table_RVD, others_CRM, whole):
+def _sums(of_chunk, x_CRMD, table_RVD, others_CRM, unchunked):
     """Sums over each shard's positions of the three results of `of_chunk`, float32 [R] each.
 
     Like the sums of vocabulary.cross_entropy: when the first one is differentiated, the forward pass
@@ -216,13 +216,13 @@ def _sums(of_chunk, x_CRMD, table_RVD, others_CRM, whole):
 
     def chunk(sums, x_and_others):
         x_RMD, others_RM = x_and_others
-        new = of_chunk(table_product(x_RMD, table_RVD), others_RM, whole)
+        new = of_chunk(table_product(x_RMD, table_RVD), others_RM, unchunked)
         return _add(sums, new), None
 
     return jax.lax.scan(chunk, _zeros(table_RVD), (x_CRMD, others_CRM))[0]
 
 
-def _sums_and_gradients(of_chunk, x_CRMD, table_RVD, others_CRM, whole):
+def _sums_and_gradients(of_chunk, x_CRMD, table_RVD, others_CRM, unchunked):
     """`_sums`, and the first one's gradients of x and of the table for a cotangent of 1."""
 
     def chunk(carry, x_and_others):
@@ -230,7 +230,7 @@ def _sums_and_gradients(of_chunk, x_CRMD, table_RVD, others_CRM, whole):
         x_RMD, others_RM = x_and_others
 
         def first(product_RMV):
-            new = of_chunk(product_RMV, others_RM, whole)
+            new = of_chunk(product_RMV, others_RM, unchunked)
             return new[0].sum(axis=1), new
 
         total_R, pull, new = jax.vjp(first, table_product(x_RMD, table_RVD), has_aux=True)

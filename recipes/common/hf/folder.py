@@ -104,12 +104,12 @@ class Folder:
         _check_format(theirs, self.family, file)
         contents = theirs
         theirs = self.family.text_keys(theirs | {"model_type": kind}, file)
-        found = tensors.find(path)
+        stored = tensors.find(path)
         config = config_from(self.family, theirs, file)
-        if self.family.entry == bert.ENTRY and bert.lacks_head(self.family, config, found):
+        if self.family.entry == bert.ENTRY and bert.lacks_head(self.family, config, stored):
             self.family = _headless(self.family, kind, file)
             config = config_from(self.family, theirs, file)
-        selection = self.family.select(found, config)
+        selection = self.family.select(stored, config)
         self.config = selection.config
         self.metadata = {
             "entry": self.family.entry,

@@ -76,8 +76,8 @@ def config_from(keys: dict[str, Any], file: pathlib.Path) -> Config:
     fields: dict[str, Any] = {ours: tower.number(key) for ours, key in OF_TOWER.items()}
     fields["tower_norm_eps"] = tower.number("layer_norm_eps", None, float)
     fields |= {ours: theirs.number(key, usual) for ours, (key, usual) in OF_TOKENS.items()}
-    for whole, part in (("image_size", "patch"), ("tower_embed", "tower_heads")):
-        if fields[whole] % fields[part]:
+    for length, part in (("image_size", "patch"), ("tower_embed", "tower_heads")):
+        if fields[length] % fields[part]:
             raise tower.refused(OF_TOWER[part], fields[part])
     inputs = vit.inputs(file.parent, fields, ENTRY, vit.OF_GEMMA3)
     return Config(**vars(text), **fields, **inputs)

@@ -136,8 +136,8 @@ def kimi_keys(keys: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     if feeds is None:
         dense = file.keys.get(DENSE, 1)
         feeds = ["dense" if n < dense else "sparse" for n in range(layers)]
-    whole = file.number("qk_nope_head_dim", 128) + file.number("qk_rope_head_dim", 64)
-    known = {"layer_types": types, "mlp_layer_types": feeds, "qk_head_dim": whole}
+    head_dim = file.number("qk_nope_head_dim", 128) + file.number("qk_rope_head_dim", 64)
+    known = {"layer_types": types, "mlp_layer_types": feeds, "qk_head_dim": head_dim}
     return file.keys | known | {"num_experts": None}
 
 
@@ -342,8 +342,8 @@ def published_tensors(stored: dict[str, Stored], config: Config) -> Selection:
             return f"model.layers.{match[1]}.post_attention_layernorm.weight"
         return name
 
-    whole = published_kernels(stored, config)
-    return Selection({renamed(name): tensor for name, tensor in whole.items()}, config)
+    with_kernels = published_kernels(stored, config)
+    return Selection({renamed(name): tensor for name, tensor in with_kernels.items()}, config)
 
 
 KIMI = row(

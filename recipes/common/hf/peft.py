@@ -261,8 +261,8 @@ def _copies(
     by_name = {name: path for path, (name, *_) in family.tensors(config).items()}
     tied = family.tied | family.copies(config)
     by_name = {copy: by_name[name] for copy, name in tied.items() if name in by_name} | by_name
-    found = {name.removeprefix(PREFIX): name for name in stored.keys() - {*wanted}}
-    return {name: (by_name[x], stored[name]) for x, name in found.items() if x in by_name}
+    by_plain_name = {name.removeprefix(PREFIX): name for name in stored.keys() - {*wanted}}
+    return {name: (by_name[x], stored[name]) for x, name in by_plain_name.items() if x in by_name}
 
 
 def read_adapter(path: pathlib.Path) -> Adapter:

@@ -208,10 +208,10 @@ def inputs(
 
 def processor_keys(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any] | None]:
     """The file that says how pictures become inputs, and its keys; None without one."""
-    whole = folder / PROCESSOR
-    nested = folders.read_json(whole).get("image_processor") if whole.exists() else None
+    processor = folder / PROCESSOR
+    nested = folders.read_json(processor).get("image_processor") if processor.exists() else None
     if isinstance(nested, dict):
-        return whole, nested
+        return processor, nested
     file = folder / PREPROCESSOR
     return file, folders.read_json(file) if file.exists() else None
 

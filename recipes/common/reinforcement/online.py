@@ -169,9 +169,9 @@ class Online:
     def _check_mismatch(self, k: int, mismatch: list[Any]) -> None:
         """Raises Stopped if the step before shows another model or text than was sampled from."""
         largest = LARGEST_MISMATCH[self.layout.dtype or "float32"]
-        if mismatch and not (found := float(mismatch[0])) <= largest:
+        if mismatch and not (nats := float(mismatch[0])) <= largest:
             raise Stopped(
-                f"after step {k}, training and sampling differ by {found:.2e} nats a token, and rounding in "
+                f"after step {k}, training and sampling differ by {nats:.2e} nats a token, and rounding in "
                 f"{self.layout.dtype} explains {largest:.0e}; python -m recipes.prove --generate=CHECKPOINT "
                 "measures where that comes from"
             )

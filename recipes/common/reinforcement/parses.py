@@ -75,19 +75,19 @@ def _answer(prompt: str, completion: str) -> tuple[ast.Module, dict[str, type]]:
     try:
         before = statements(ast.parse(prompt + "pass\n"))
         tree = ast.parse(f"{prompt}{answer}\n")
-        found = statements(tree)
+        after = statements(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return nothing
-    return tree, {text: kind for text, kind in found.items() if text not in before}
+    return tree, {text: kind for text, kind in after.items() if text not in before}
 
 
 def statements(tree: ast.AST) -> dict[str, type]:
     """The different statements of a text, inside others too, that do something; and their kinds."""
-    found = {}
+    kinds = {}
     for node in ast.walk(tree):
         is_idle = isinstance(node, ast.Pass | ast.FunctionDef | ast.ClassDef) or (
             isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant | ast.Name)
         )
         if isinstance(node, ast.stmt) and not is_idle:
-            found[ast.dump(node)] = type(node)
-    return found
+            kinds[ast.dump(node)] = type(node)
+    return kinds

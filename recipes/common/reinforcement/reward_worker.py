@@ -54,8 +54,8 @@ def main(path: str, name: str) -> None:
     while True:
         task = json.loads(tasks.get())
         with _limited(task["seconds"]):
-            found = _rewards(function, batched, task)
-        print(json.dumps(found), file=answers)
+            answer = _rewards(function, batched, task)
+        print(json.dumps(answer), file=answers)
 
 
 def _read(requests, tasks: queue.SimpleQueue) -> None:
@@ -80,8 +80,8 @@ def _rewards(function, batched: bool, task: dict) -> dict:
     calls = [columns] if batched else [*zip(*columns, strict=True)]
     for arguments in calls:
         try:
-            found = function(*arguments)
-            rewards += [float(x) for x in found] if batched else [float(found)]
+            result = function(*arguments)
+            rewards += [float(x) for x in result] if batched else [float(result)]
         except BaseException as error:
             return {"error": _reason(error), "number": len(rewards)}
     if len(rewards) != len(task["rows"]):

@@ -112,11 +112,11 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):  # it died, which the answer reports
             self._process.stdin.write(json.dumps(task, default=str).encode() + b"\n")
             self._process.stdin.flush()
-        found = self._answer(seconds)
-        if found.get("died"):
+        answer = self._answer(seconds)
+        if answer.get("died"):
             self.close()
             self._start()
-        return found
+        return answer
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         out = self._process.stdout
@@ -188,21 +188,21 @@ class Rewards:
         return np.stack(columns, axis=1)
 
     def _one_by_one(self, worker: Worker, answers: list[Answered], name: str) -> np.ndarray:
-        found = [self._computed(worker, [answer], name) for answer in answers]
-        return np.concatenate([np.zeros(0), *found])
+        rewards = [self._computed(worker, [answer], name) for answer in answers]
+        return np.concatenate([np.zeros(0), *rewards])
 
     def _computed(self, worker: Worker, answers: list[Answered], name: str) -> np.ndarray:
-        found = worker(answers, self._flags.reward_seconds)
-        if "rewards" in found:
-            return np.array(found["rewards"], np.float64)
-        what = f"the reward {name!r} of an answer to {answers[found['number']].where} failed"
+        answer = worker(answers, self._flags.reward_seconds)
+        if "rewards" in answer:
+            return np.array(answer["rewards"], np.float64)
+        what = f"the reward {name!r} of an answer to {answers[answer['number']].where} failed"
         if self._flags.reward_errors == STOP:
             raise Stopped(
-                f"{what} ({found['error']}); fix it, or use --reward_errors=zero: the same command resumes"
+                f"{what} ({answer['error']}); fix it, or use --reward_errors=zero: the same command resumes"
             )
         self.failed += len(answers)
         if self.failed == len(answers):  # the first time
-            warn(f"{what} ({found['error']}); such rewards are 0, and counted as reward_errors")
+            warn(f"{what} ({answer['error']}); such rewards are 0, and counted as reward_errors")
         return np.zeros(len(answers))
 
     def close(self) -> None:

@@ -290,14 +290,14 @@ def _stated(config: Any, field: str) -> Any:
 
 def _weights(model: AbstractModel) -> Weights:
     """The weights of a model without its adapters and buffers."""
-    found: Weights = {}
+    weights: Weights = {}
     for kind in ("params", "base"):
         if kind in model.shapes:
             axes = paths(model.axes[kind])
             for path, leaf in paths(model.shapes[kind]).items():
                 if "/lora/" not in path:
-                    found[path] = axes[path], leaf.shape
-    return found
+                    weights[path] = axes[path], leaf.shape
+    return weights
 
 
 def _stacks(weights: Weights, period: tuple[str, ...]) -> dict[str, tuple[int, Weights]]:

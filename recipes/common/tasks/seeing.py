@@ -87,10 +87,10 @@ def main(
     sequence = flops.decoder(layout.shape, data.seq_len)["causal"]
     if tower := layout.shape.tower:  # empty slots count, as padding does
         sequence += tower.flops(layout.pictures)
-    whole = layout.stages == 1  # else nothing calls the model
+    can_call_model = layout.stages == 1  # else nothing calls the model
     questions = Questions(model, layout, tokenizer, rows, data.questions)
     state, log, metrics = fit(
-        run, folder, step, rows, tokenizer, extra=picture_answers.right_answers if whole else None,
+        run, folder, step, rows, tokenizer, extra=picture_answers.right_answers if can_call_model else None,
         example_flops=sequence, prepare=questions.begin,
     )  # fmt: skip
 

@@ -48,13 +48,13 @@ def own_model(flags: ModelFlags) -> OwnModel:
     names = dataclasses.replace(abstract.names, logical_axes=known | others)
     abstract = abstract._replace(names=names)
     tables = {strategy: table | dict.fromkeys(others) for strategy, table in tables.items()}
-    given = vars(model).get("config")
+    config = vars(model).get("config")
     assumed = []
     if not is_declared:
         stream = abstract.names.stream or "none of its axes"
         assumed.append(f"{name} declares no axes: its residual stream is taken to be {stream}.")
     is_text = any(VOCAB in axes for axes in jax.tree.leaves(abstract.axes, is_leaf=_is_axes))
-    if is_text and not _computes(given):
+    if is_text and not _computes(config):
         assumed.append(
             f"{name}'s config lacks fields of zoo.core.config.ComputeOptions: no windows or remat, float32."
         )
@@ -66,7 +66,7 @@ def own_model(flags: ModelFlags) -> OwnModel:
         )
     return OwnModel(
         model=lambda _, rngs: user_model.build(),
-        config=_with_options(given) if _computes(given) else _Plain(),
+        config=_with_options(config) if _computes(config) else _Plain(),
         abstract=abstract,
         rules=tables,
         assumed=assumed,

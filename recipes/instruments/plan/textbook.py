@@ -31,7 +31,7 @@ from zoo.parallel.pipeline import microbatches, rounds, routes, ticks
 class AllReduceCounts(NamedTuple):
     """Half all-reduces of activations that a layer's tensor parallelism sends; the textbook has 8."""
 
-    whole: int  # of activations that are whole between sublayers
+    all_reduces: int  # of activations that are whole between sublayers
     gathers: int  # all-gathers, and reduce-scatters, of sequence-sharded ones
     scatters: int
 
@@ -220,28 +220,33 @@ def single_weight_transfers(
 
 
 def _gradient_transfers(
-    layout: Layout, whole: float, over: frozenset[str], reduced: frozenset[str], *, together: bool
+    layout: Layout,
+    elements: float,
+    over: frozenset[str],
+    reduced: frozenset[str],
+    *,
+    together: bool,
 ) -> Iterator[tuple[str, frozenset[str], float]]:
     """(kind, mesh axes, elements) of a gradient's collectives.
 
     Args:
-      whole: elements of the weight in use.
+      elements: elements of the weight in use.
       over: mesh axes that scatter the gradient.
       reduced: those that only sum it.
       together: whether one all-reduce does both.
     """
     n = _devices(layout, over)
     if together and n > 1:
-        yield "all-reduce", over | reduced, 2 * ring(_devices(layout, over | reduced)) * whole
+        yield "all-reduce", over | reduced, 2 * ring(_devices(layout, over | reduced)) * elements
     else:
-        yield "reduce-scatter", over, ring(n) * whole
-        yield "all-reduce", reduced, 2 * ring(_devices(layout, reduced)) * whole / n
+        yield "reduce-scatter", over, ring(n) * elements
+        yield "all-reduce", reduced, 2 * ring(_devices(layout, reduced)) * elements / n
 
 
-def _cuts_tiles(layout: Layout, whole: float, devices: int) -> bool:
+def _cuts_tiles(layout: Layout, elements: float, devices: int) -> bool:
     """Whether a device would get neither whole tiles of V nor of D of a table."""
     columns = layout.shape.embed / devices
-    rows = whole / layout.shape.embed / devices
+    rows = elements / layout.shape.embed / devices
     return rows % TILE_ROWS != 0 and columns % TILE_COLUMNS != 0
 
 
@@ -365,7 +370,7 @@ def _kinds(layout: Layout) -> dict[str, float]:
     halves = ALL_REDUCES.get(layout.shape.remat, ALL_REDUCES["full"])
     if layout.count_shards(RESIDUAL_SEQ) > layout.count_shards(SEQ):
         return {"all-gather": halves.gathers / 8, "reduce-scatter": halves.scatters / 8}
-    return {"all-reduce": halves.whole / 8}
+    return {"all-reduce": halves.all_reduces / 8}
 
 
 def stage_transfers(layout: Layout, accumulate: int = 1) -> Iterator[Transfer]:

@@ -69,10 +69,10 @@ class Case:
     def beyond(self) -> dict[str, dict[str, Difference]]:
         """The differences beyond tolerance."""
         every = {
-            what: {path: x for path, x in found.items() if not x.relative <= TOLERANCES[what]}
-            for what, found in self.differences.items()
+            what: {path: x for path, x in differences.items() if not x.relative <= TOLERANCES[what]}
+            for what, differences in self.differences.items()
         }
-        return {what: found for what, found in every.items() if found}
+        return {what: differences for what, differences in every.items() if differences}
 
     @property
     def is_rounding(self) -> bool:
@@ -251,12 +251,12 @@ def prove_case(
 def in_16_bits(layout: Layout) -> str:
     """A line about parameters whose gradients are rounded before devices add them up; "" without any."""
     weights = paths(layout.variables()["params"])
-    found = [path for path, x in weights.items() if x.dtype.itemsize < 4]
-    if not found:
+    rounded = [path for path, x in weights.items() if x.dtype.itemsize < 4]
+    if not rounded:
         return ""
-    others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
     return (
-        f"parameters in 16 bits ({found[0]}{others}): devices round their gradients before they add up; keep "
+        f"parameters in 16 bits ({rounded[0]}{others}): devices round their gradients before they add up; keep "
         "parameters in float32, and let layers compute in 16 bits"
     )
 
@@ -265,8 +265,8 @@ def compare_runs(on_mesh: Training, on_one: Training) -> dict[str, dict[str, Dif
     """What is compared → path or name → the largest difference in all steps."""
     dtype = jax.dtypes.canonicalize_dtype("float64")  # float32 without x64
 
-    def worst(found: Iterable[dict[str, Difference]]) -> dict[str, Difference]:
-        every = [*found]
+    def worst(steps: Iterable[dict[str, Difference]]) -> dict[str, Difference]:
+        every = [*steps]
         return {path: max(x[path] for x in every) for path in every[0]}
 
     def arrays(metrics: dict[str, float]) -> dict[str, np.ndarray]:

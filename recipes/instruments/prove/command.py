@@ -100,17 +100,17 @@ def compare_generator(flags: Flags) -> None:
     alone = ("model", "config", "rules", "loss", "batch", "auto", "x64")
     refuse_unused(flags, alone, f"a model of your own, not for --generate={flags.generate}")
     dtype = choose("dtype", flags.dtype or "float32", mismatch.BOUNDS)
-    found = mismatch.measure(
+    mismatches = mismatch.measure(
         flags.generate,
         mesh_names(flags),
         dtype=dtype,
         rows=flags.batch_size or 8,
         new_tokens=flags.seq_len or 128,
     )
-    holds, verdict = mismatch.verdict(found, dtype)
+    holds, verdict = mismatch.verdict(mismatches, dtype)
     if flags.json:
-        pairs = [dataclasses.asdict(pair) for pair in found]
+        pairs = [dataclasses.asdict(pair) for pair in mismatches]
         print0(json.dumps({"holds": holds, "dtype": dtype, "pairs": pairs}, indent=1))
     else:
-        print0(mismatch.head(), *(pair.line() for pair in found), verdict)
+        print0(mismatch.head(), *(pair.line() for pair in mismatches), verdict)
     sys.exit(0 if holds else 1)

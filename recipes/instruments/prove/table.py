@@ -36,9 +36,9 @@ def row(case: Any) -> str:
 def details(case: Any) -> list[str]:
     """Lines about what differs beyond tolerance, where it begins, and what float64 says."""
     lines = []
-    for what, found in case.beyond.items():
-        path, worst = max(found.items(), key=lambda item: item[1])
-        others = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    for what, differences in case.beyond.items():
+        path, worst = max(differences.items(), key=lambda item: item[1])
+        others = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
         lines.append(
             f"  {NAMES[what].format(path)} differs by {worst.relative:.1e} (an element by "
             f"{worst.largest:.1e} of the largest, {worst.ulps:.0f} ulps){others}"
@@ -86,8 +86,8 @@ def as_json(proof: Any) -> dict[str, Any]:
         | {"holds": case.holds}
         | {
             "differences": {
-                what: {path: x._asdict() for path, x in found.items()}
-                for what, found in case.differences.items()
+                what: {path: x._asdict() for path, x in of_paths.items()}
+                for what, of_paths in case.differences.items()
             },
             "sent": {kind: {"count": n, "bytes": b} for kind, (n, b) in case.sent.items()},
             "waste": [warning._asdict() for warning in case.waste],
