@@ -625,11 +625,12 @@ NOT_GOLDEN |= {"deepseek_v2", "odd_deepseek_v3", "odd_deepseek_v2", "distilbert"
 ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "llama3": [*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")],
     "qwen3": ["q_proj", "v_proj", "down_proj"],
-    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],  # experts have no adapters here
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],  # and experts, as others with experts
+    "qwen3_moe": [],  # experts alone
     "gpt2": ["c_attn", "c_proj", "c_fc"],  # q, k and v share an A
     "gemma3": ["q_proj", "k_proj", "o_proj", "gate_proj"],
     "gemma4": ["q_proj", "k_proj", "v_proj", "gate_proj"],  # shared layers have no keys
-    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],  # and experts
+    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "vit": ["q_proj", "v_proj", "o_proj", "fc2"],  # and a new head
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj"],  # q, k and v share an A; gate and up
     "glm4": ["q_proj", "k_proj", "gate_up_proj", "down_proj"],  # whose rotary pairs are neighbors
@@ -658,9 +659,13 @@ ADAPTERS = {  # golden model → modules with an adapter of PEFT's
     "nemotron_h": ["q_proj", "o_proj", "in_proj", "up_proj"],
     "nemotron3_latent": ["q_proj", "shared_experts.up_proj", "fc1_latent_proj", "fc2_latent_proj"],
     "falcon_h1": ["q_proj", "o_proj", "in_proj", "gate_proj"],
-    "gemma4_moe": ["q_proj", "up_proj"],  # and experts
+    "gemma4_moe": ["q_proj", "up_proj"],
 }  # fmt: skip
-# Golden model → stacked weights of experts that its adapter has besides.
+# Golden model → weights of experts, stacked in memory, that its adapter has besides.
 ADAPTED_EXPERTS = {
-    name: ["experts.gate_up_proj", "experts.down_proj"] for name in ("gemma4_moe", "gpt_oss")
-}
+    name: ["experts.gate_up_proj", "experts.down_proj"]
+    for name in (
+        *("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "minimax_m2", "glm4_moe", "deepseek_v3"),
+        *("granitemoe", "granitemoehybrid", "gemma4_moe", "gpt_oss"),
+    )
+} | {"nemotron3_latent": ["experts.up_proj", "experts.down_proj"]}  # without a gate

@@ -754,7 +754,8 @@ def test_a_relative_s_peft_adapter_matches_peft_and_is_exported_bit_equal(name, 
         {m for m in modules for t in keys["target_modules"] if f".{m}".endswith(f".{t}")}
         for keys in (theirs, ours)
     ]
-    assert chosen[0] == chosen[1] != set()
+    assert chosen[0] == chosen[1]
+    assert chosen[0] or theirs["target_parameters"]
 
 
 def test_factors_of_experts_lie_side_by_side_in_peft_s(tmp_path):
@@ -781,15 +782,23 @@ def test_factors_of_experts_lie_side_by_side_in_peft_s(tmp_path):
         np.testing.assert_allclose(theirs, want, rtol=0, atol=1e-5, err_msg=a)
 
 
-def test_an_adapter_of_experts_that_peft_can_not_load_is_refused(tmp_path):
-    """Folders of Mixtral have a tensor for each expert."""
-    plain = hf.Folder(GOLDEN / "mixtral").config
-    config = dataclasses.replace(plain, lora_rank=2, lora_targets=("q", "expert_up"))
-    with pytest.raises(
-        UserError, match="PEFT has no adapter like layers/experts/lora/up/a of 'moe'"
-    ):
-        hf.write_adapter(tmp_path / "out", "moe", config, None, None)
-    assert not (tmp_path / "out").exists()
+def test_an_adapter_of_experts_that_a_folder_has_apart_is_written_back_bit_equal(tmp_path):
+    """The folder has a tensor for each expert, and PEFT adapts one for all, as they are in memory."""
+    golden, base = GOLDEN / "qwen3_moe_lora", GOLDEN / "qwen3_moe"
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in safetensors.numpy.load_file(
+        base / "model.safetensors"
+    )
+    back = tmp_path / "back"
+    recipes.hf.export(recipes.hf.Export(str(golden), str(back), f"hf:{base}", adapter=True))
+    stored = tensors_of(golden)
+    assert_bit_equal(tensors_of(back), stored)
+    ours = read_adapter(golden, "qwen3_moe")["layers/experts/lora/up/b"][1]  # [E, r, F]
+    E, r, F = ours.shape
+    theirs = stored["base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"]
+    half = theirs.reshape(2, F, r, E)[1]  # the first is the gate's
+    np.testing.assert_array_equal(ours, half.transpose(2, 1, 0))
+    keys = json.loads((back / "adapter_config.json").read_text())
+    assert keys["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
 
 
 def test_gpt2_s_factors_lie_side_by_side_in_peft_s(tmp_path):
@@ -1012,14 +1021,15 @@ def test_an_adapter_of_a_model_without_its_head_s_prefix_is_read(peft):
     assert_bit_equal(read_adapter(renamed(peft, ("model.model.", "model.")), "llama3"), want)
 
 
-def test_an_adapter_of_experts_is_refused(tmp_path):
+def test_an_adapter_of_single_experts_is_refused(tmp_path):
+    """As PEFT made them with `transformers` 4, whose experts were modules."""
     folder = shutil.copytree(GOLDEN / "mixtral_lora", tmp_path / "peft")
     file, layer = folder / "adapter_model.safetensors", "base_model.model.model.layers.0"
     head = np.zeros((3, 32), np.float32)
     expert = f"{layer}.block_sparse_moe.experts.0.w1.lora_A.weight"
     safetensors.numpy.save_file(tensors_of(targeting(folder)) | {expert: head}, file)
-    said = "adapts model.layers.0.block_sparse_moe.experts.0.w1, and the zoo adapts only k_proj, o_proj, "
+    said = "adapts model.layers.0.block_sparse_moe.experts.0.w1, and the zoo adapts only down_proj, gate_up_proj, k_proj, "
     refused(folder, said, base=f"hf:{GOLDEN / 'mixtral'}")
     safetensors.numpy.save_file({f"{layer}.mlp.experts.0.gate_proj.lora_A.weight": head}, file)
-    said = "adapts model.layers.0.mlp.experts.0.gate_proj, and the zoo adapts only k_proj, o_proj, "
+    said = "adapts model.layers.0.mlp.experts.0.gate_proj, and the zoo adapts only down_proj, gate_up_proj, k_proj, "
     refused(folder, said, base=f"hf:{GOLDEN / 'qwen3_moe'}")

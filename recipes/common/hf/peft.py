@@ -43,6 +43,9 @@ READ = ("r", "lora_alpha", "base_model_name_or_path", "target_parameters")
 # Stacked weights of a module of experts, in the order in which its class in `transformers` has them.
 # PEFT wraps the module once for each of them that it adapts.
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+# Names of experts' weights in folders that have a tensor for each, or Granite's modules for all. Their
+# classes in `transformers` hold PARAMETERS in a module `experts`, as [E, out, in].
+SEPARATE = re.compile(r"(\.experts\.\{\}\.\w+|\.(in|out)put_linear)\.weight$")
 WRAPPED = ".base_layer"  # in a tensor's name, once for each later wrapper
 # Keys about training, keys that the tensors imply, and options of keys that are refused anyway.
 IGNORED_KEYS = {
@@ -203,11 +206,10 @@ class Adapter:
     def _adapts(self, family: Family, config: Any, factor: tensors.Tensor) -> bool:
         """Whether adapter_config.json says that this factor exists, as PEFT reads it."""
         weight = factor.path.replace("/lora/", "/").removesuffix("/a").removesuffix("/b")
-        template, *_ = family.tensors(config)[weight]
+        template = table(family, config)[weight][0].removeprefix(PREFIX)
+        index = map(tensors.Index, factor.index)
         if not template.endswith(".weight"):  # of experts
-            return _matches(
-                self.keys.get("target_parameters") or [], template.format(*factor.index)
-            )
+            return _matches(self.keys.get("target_parameters") or [], template.format(*index))
         if not self._in_layers(factor.name):
             return False
         targets, others = (self.keys.get(f"{option}_modules") for option in ("target", "exclude"))
@@ -524,12 +526,14 @@ def table(family: Family, config: Any) -> Table:
     Their A is [r, in], and of experts [E·r, in].
     """
     targets, rows = adaptable(type(config)), {}
-    for path, (name, ours, theirs) in family.tensors(config).items():
+    stored = family.tensors(config)
+    for path, row in stored.items():
         module, _, leaf = path.rpartition("/")
-        rows[path] = (PREFIX + name, ours, theirs)
         target = lora_target(module, leaf)
         is_expert = target in EXPERT_TARGETS
-        if target not in targets or (is_expert and name.rpartition(".")[2] not in PARAMETERS):
+        name, ours, theirs = in_memory(leaf, row, f"{module}/gate" in stored) if is_expert else row
+        rows[path] = (PREFIX + name, ours, theirs)
+        if target not in targets:
             continue
         words = theirs.split()
         stack = words.pop(0) if is_expert else ""
@@ -542,3 +546,24 @@ def table(family: Family, config: Any) -> Table:
         b = (f"{stem}B.weight", f"{stack}r{outer}", " ".join((out, f"r{stack}", *order)))
         rows |= {f"{module}/lora/{leaf}/a": a, f"{module}/lora/{leaf}/b": b}
     return rows
+
+
+def in_memory(leaf: str, row: tuple[str, str, str], has_gate: bool) -> tuple[str, str, str]:
+    """The row of an experts' weight as its class in `transformers` holds it, for one as folders have it.
+
+    Args:
+      leaf: the weight's name in our module: gate, up or down.
+      has_gate: whether these experts have a gate.
+    """
+    name, *_ = row
+    if name.rpartition(".")[2] in PARAMETERS:
+        return row
+    # Mixtral's module has another name in memory, Granite's has not.
+    module = SEPARATE.sub("", name.replace(".block_sparse_moe.experts.", ".mlp.experts."))
+    experts = f"{module}.experts"
+    if leaf == "down":
+        return f"{experts}.down_proj", "EFD", "E D F"
+    if not has_gate:
+        return f"{experts}.up_proj", "EDF", "E F D"
+    half = "0/2" if leaf == "gate" else "1/2"
+    return f"{experts}.gate_up_proj", "EDF", f"E #F D {half}"
