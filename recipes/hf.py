@@ -48,6 +48,11 @@ class Folders:
     source: str = flag("", "Folder to read, as above.")
     target: str = flag("", "New folder to write.")
     base: str = flag("", "Path of an adapter's base model, if it has moved.")
+    entry: str = flag(
+        "", "Entry that reads a folder, or the base of PEFT's adapter, if several can: gemma3 and gemma4 "
+        "read the text model of a Gemma that sees, gemma3_vision and gemma4_vision its tower too. "
+        "Empty: the text model; a checkpoint has its own.",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +70,6 @@ class Export(Folders):
 class Import(Folders):
     mesh: str = flag("", "Device mesh to read onto, as in every recipe; empty: all on data.")
     rules: str = flag("", "Sharding rules, as in every recipe; empty: chosen by the mesh.")
-    entry: str = flag(
-        "", "Entry that reads the folder, if several can: gemma3 and gemma4 read the text model of a "
-        "Gemma that sees, gemma3_vision and gemma4_vision its tower too. Empty: the text model.",
-    )  # fmt: skip
 
 
 def import_(flags: Import) -> None:
@@ -76,7 +77,7 @@ def import_(flags: Import) -> None:
 
     # ---- Check the folder, and its layout on the mesh, before any tensor is read ----------------
     name = flags.source.removeprefix("hf:")
-    folder = checkpoint.find(f"hf:{name}", "--source", base=flags.base, entry=flags.entry)
+    folder = find(flags, f"hf:{name}")
     layout = checkpoint.layout_of(folder, make_mesh(flags.mesh), flags.rules)
     tokens = folder.tokenizer()
     if tokens:
@@ -102,7 +103,7 @@ def import_(flags: Import) -> None:
 
 def export(flags: Export) -> None:
     target = new_folder(flags)
-    source = checkpoint.find(flags.source, "--source", base=flags.base)
+    source = find(flags, flags.source)
     entry = source.metadata["entry"]
     if entry not in hf.EXPORTABLE:
         raise UserError(
@@ -148,6 +149,18 @@ def export(flags: Export) -> None:
         if picture:
             (target / card.PICTURE).write_bytes(picture)
     print0(f"Exported {parameters(layout)} to {name}; {loads}")
+
+
+def find(flags: Folders, path: str) -> checkpoint.WeightSource:
+    """The model or adapter at the path of --source. Raises UserError if --entry is another's."""
+    source = checkpoint.find(path, "--source", base=flags.base, entry=flags.entry)
+    entry = source.metadata["entry"]
+    if flags.entry not in ("", entry):
+        raise UserError(
+            f"--entry={flags.entry} does not read --source={flags.source}, a {entry!r} model; leave "
+            f"--entry out, or use --entry={entry}"
+        )
+    return source
 
 
 def loader(entry: str, config: Any) -> str:

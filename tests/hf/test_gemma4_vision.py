@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import shutil
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import recipes.hf
 from recipes.common import checkpoint, hf
 from recipes.common.generation.picture_prompts import tokens_of
 from recipes.common.hf import gemma4_vision
@@ -19,6 +21,7 @@ from recipes.common.hf.gemma4_vision import canonical
 from recipes.common.mesh import make_mesh
 from recipes.common.runtime import UserError
 from recipes.common.sharding.abstract import paths
+from recipes.hf import Export, Import
 from tests.conftest import ROOT, full_except
 from tests.support.hf_families import TOLERANCE
 from tests.support.quick import QUICK
@@ -135,6 +138,11 @@ def test_an_adapter_of_peft_is_written_back_bit_equal(tmp_path):
     factors = {path: np.asarray(x) for path, x in paths(adapter.read(shapes)["params"]).items()}
     back = tmp_path / "back"
     hf.write_adapter(back, ENTRY, adapter.config, None, factors.__getitem__)
+    adapts_as_peft_s(back)
+
+
+def adapts_as_peft_s(back) -> None:
+    """Asserts that an adapter has the tensors of LORA, and that PEFT would adapt the same modules."""
     theirs, ours = (
         safetensors.numpy.load_file(folder / "adapter_model.safetensors") for folder in (LORA, back)
     )
@@ -148,6 +156,53 @@ def test_an_adapter_of_peft_is_written_back_bit_equal(tmp_path):
     chosen = {module for module in modules if any(f".{module}".endswith(f".{x}") for x in targets)}
     start = "base_model.model."
     assert chosen == {name.removeprefix(start).partition(".lora_")[0] for name in theirs}
+
+
+@pytest.mark.parametrize("entry", full_except(["", ENTRY], [""]))
+def test_an_adapter_has_the_names_of_its_base_s_class_whatever_entry_wrote_it(entry, tmp_path):
+    """`transformers` loads a folder that sees whole, also for text, and the tower has modules alike."""
+    back = tmp_path / "back"
+    recipes.hf.export(
+        Export(str(LORA), str(back), f"hf:{GOLDEN / 'gemma4'}", entry=entry, adapter=True)
+    )
+    adapts_as_peft_s(back)
+
+
+def test_an_adapter_on_a_checkpoint_of_the_text_model_has_a_text_model_s_names(tmp_path):
+    """PEFT can load it onto an export of that checkpoint, a Gemma4ForCausalLM."""
+    source = checkpoint.find(LORA, base=f"hf:{GOLDEN / 'gemma4'}")
+    config, architecture = source.adapter.config, source.metadata["architecture"]
+    assert architecture == "Gemma4ForConditionalGeneration"
+
+    def zeros(path: str) -> np.ndarray:
+        return np.zeros(paths(source.adapter.shapes()["params"])[path].shape, np.float32)
+
+    back = tmp_path / "back"
+    hf.write_adapter(back, "gemma4", config, None, zeros, architecture=architecture)
+    names = safetensors.numpy.load_file(back / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.layers.") for name in names)
+    targets = json.loads((back / "adapter_config.json").read_text())["target_modules"]
+    assert "q_proj" in targets, "no tower has one"
+
+
+@pytest.mark.parametrize("entry", full_except(["", ENTRY], fast=[], release=[ENTRY]))
+def test_a_merged_adapter_of_peft_is_exported_as_the_entry_says(entry, tmp_path):
+    back = tmp_path / "back"
+    recipes.hf.export(Export(str(LORA), str(back), f"hf:{GOLDEN / 'gemma4'}", entry=entry))
+    (architecture,) = json.loads((back / "config.json").read_text())["architectures"]
+    assert architecture == f"Gemma4For{'ConditionalGeneration' if entry else 'CausalLM'}"
+    stored = safetensors.numpy.load_file(back / "model.safetensors")
+    assert any("vision_tower" in name for name in stored) == bool(entry)
+
+
+@pytest.mark.parametrize("command", [Import, Export])
+def test_an_entry_that_does_not_read_the_folder_is_refused(command, tmp_path):
+    folder = str(GOLDEN / "gemma4")
+    said = f"--entry=gemma3_vision does not read --source=hf:{folder}, a 'gemma4' model; leave --entry out"
+    run = {Import: recipes.hf.import_, Export: recipes.hf.export}[command]
+    with pytest.raises(UserError, match=re.escape(said)):
+        run(command(f"hf:{folder}", str(tmp_path / "x"), entry="gemma3_vision"))
+    assert not (tmp_path / "x").exists()
 
 
 def test_the_entry_decides_what_is_read():

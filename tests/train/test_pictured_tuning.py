@@ -72,6 +72,14 @@ def test_an_adapter_of_a_folder_is_exported_merged_and_alone(entry, tmp_path, in
     assert np.abs(tuned - base).max() > 1e-3
     merged = checkpoint.find(export(inside, folder, "merged"), entry=entry)
     np.testing.assert_array_equal(logits(merged, golden), tuned)
+    text = entry.removesuffix("_vision")
+    asked = checkpoint.find(folder.parent / "run", entry=text)
+    assert asked.base.metadata["entry"] == entry, "as the run says, whatever is asked"
+    flags = (f"--source={folder.parent / 'run'}", f"--target={folder.parent / 'x'}", "--adapter")
+    done = inside("recipes.hf", "export", *flags, f"--entry={text}")
+    assert done.code == 2, "the run's checkpoint says its entry"
+    assert f"--entry={text} does not read --source=" in done.err
+    assert f", a '{entry}' model; leave --entry out, or use --entry={entry}" in done.err
     name = export(inside, folder, "adapter", "--adapter")
     written = safetensors.numpy.load_file(folder.parent / "adapter" / "adapter_model.safetensors")
     in_memory = "base_model.model.model.language_model.layers."

@@ -102,7 +102,7 @@ def with_base(location: Location, base: str) -> Location:
         return location
     path = base or recorded
     try:
-        base_location = _locate(path, f"--base={path}", location.entry or entry)
+        base_location = _locate(path, f"--base={path}", entry or location.entry)
     except UserError as error:
         raise _without_base(named, error) from None
     if _recorded_base(base_location)[0]:

@@ -89,6 +89,7 @@ class Family:
     # For PEFT's adapters:
     in_out: bool = False  # whether projections are stored [in, out]
     peft_name: Callable[[str], str] = str  # a name in `tensors` → its name in an adapter
+    is_part: bool = False  # whether their model has modules that ours lacks, such as a tower
     head: str = ""  # the module that is stored with an adapter whose run trained a new head
     with_head: Callable[[Any, dict[str, tuple[int, ...]]], Any] = lambda config, shapes: config
 

@@ -5,6 +5,7 @@ are multiplied by √D after the lookup. Everything else is as in relative.py.
 """
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -172,5 +173,9 @@ WITH_VISION = dataclasses.replace(
     FAMILY,
     architectures={"Gemma3ForConditionalGeneration": "gemma3"},
     text_keys=text_keys,
-    select=vision.without_vision,
+    select=functools.partial(
+        vision.without_vision, why="--entry=gemma3_vision of recipes.hf reads it too"
+    ),
+    peft_name=vision.in_whole,
+    is_part=True,
 )

@@ -87,7 +87,9 @@ def text_tensors(stored: dict[str, Stored], config: Config) -> Selection:
     """Leaves out what the text model doesn't read: towers, and projections of shared layers, which
     published folders have and `transformers` ignores.
     """
-    return without(TOWERS, stored, config, "the zoo has the text model")
+    return without(
+        TOWERS, stored, config, "--entry=gemma4_vision of recipes.hf reads those for vision too"
+    )
 
 
 def without(
@@ -353,6 +355,8 @@ def family(kind: str, towers: str = "") -> Family:
         canonical=vision.canonical,
         text_keys=functools.partial(text_keys, kind) if towers else with_defaults,
         select=text_tensors,
+        peft_name=vision.in_whole if towers else str,
+        is_part=bool(towers),
     )
 
 

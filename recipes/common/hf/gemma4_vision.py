@@ -24,7 +24,6 @@ PROCESSORS = {TOWER: "Gemma4ImageProcessor", UNIFIED: "Gemma4UnifiedImageProcess
 
 # ---- tensors -------------------------------------------------------------------------------------
 
-TEXT = "model.language_model."
 EMBED = "model.embed_vision.embedding_projection.weight"
 LAYER = "model.vision_tower.encoder.layers.{}"
 OF_TOWER: Table = {
@@ -75,14 +74,9 @@ OF_SQUARES |= {
 }  # fmt: skip
 
 
-def in_whole(name: str) -> str:
-    """A text model's tensor in the folder of a model that sees."""
-    return TEXT + name.removeprefix("model.") if name.startswith("model.") else name
-
-
 def tensors(config: Config) -> Table:
     text = {
-        path: (in_whole(name), ours, theirs)
+        path: (vision.in_whole(name), ours, theirs)
         for path, (name, ours, theirs) in gemma4.tensors(config).items()
     }
     return text | (OF_TOWER if config.tower_layers else OF_SQUARES)
@@ -100,7 +94,7 @@ IN_MEMORY |= {
 def canonical(name: str) -> str:
     """A stored tensor's name, as `tensors` has it."""
     if name.startswith((*vision.TEXT_PREFIXES, "lm_head.")):
-        return in_whole(vision.canonical(name))
+        return vision.in_whole(vision.canonical(name))
     name = "model." + name.removeprefix("model.")
     newer = next((start for start in IN_MEMORY if name.startswith(start)), "")
     return IN_MEMORY.get(newer, "") + name.removeprefix(newer)
@@ -306,7 +300,7 @@ def family(kind: str) -> Family:
         config_json=functools.partial(config_json, kind),
         lost=functools.partial(lost, kind),
         checked=(*gemma4.UNUSED, *UNUSED, gemma4.BY_LAYER),
-        tied={"lm_head.weight": f"{TEXT}embed_tokens.weight"},
+        tied={"lm_head.weight": f"{vision.TEXT}embed_tokens.weight"},
         text_keys=functools.partial(whole_keys, kind),
         canonical=canonical,
         select=without_audio,

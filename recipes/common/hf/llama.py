@@ -259,5 +259,7 @@ FAMILIES = (
         text_keys=mistral3_keys,
         select=mistral3_text,
         canonical=vision.canonical,
+        peft_name=vision.in_whole,
+        is_part=True,
     ),
 )

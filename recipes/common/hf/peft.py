@@ -421,18 +421,15 @@ def write_adapter(
       architecture: of the base; see `family_of`.
     """
     family = family_of(entry, config, architecture)
-    family.config_json(config, 1)  # raises
+    exported = family.config_json(config, 1)  # raises
+    if base is None:  # PEFT loads it onto an export of the base, which may be a text model alone
+        family = family_of(entry, config, exported["architectures"][0])
     config, read = side_by_side(family, config, read)
     names = {
         path: (PREFIX + family.peft_name(name.removeprefix(PREFIX)), ours, theirs)
         for path, (name, ours, theirs) in table(family, config).items()
     }
     trained = paths(shapes_of(entry, config)["params"])
-    if without := trained.keys() - names.keys():
-        raise UserError(
-            f"PEFT has no adapter like {min(without)} of {architecture or entry!r}; export it merged "
-            "(without --adapter)"
-        )
     expanded = list(tensors.expand(names, trained))
     adapted = {t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name}
     plain = paths(shapes_of(entry, dataclasses.replace(config, lora_rank=0))["params"])
@@ -442,6 +439,7 @@ def write_adapter(
         for weight in weights
         for module in itertools.accumulate(weight.split(".")[:-1], "{}.{}".format)
     }
+    every = None if family.is_part else every
     parameters = adapted & weights  # not modules of their own
     modules = sorted(adapted - parameters)
     expanded = [tensor._replace(name=_wrapped(tensor.name, parameters)) for tensor in expanded]
@@ -471,14 +469,17 @@ def write_adapter(
         (beside / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n")
 
 
-def target_modules(modules: list[str], every: set[str]) -> list[str]:
+def target_modules(modules: list[str], every: set[str] | None) -> list[str]:
     """PEFT's target_modules: last words of modules' names, or whole names if others end like them.
 
     Args:
       modules: names of those with an adapter, with PREFIX.
       every: names of all modules of the model, with PREFIX; also of those that hold others, which
         PEFT would replace too: Gemma 4's tower has its projections inside modules of the same names.
+        None: not all are known.
     """
+    if every is None:
+        return sorted(module.removeprefix(PREFIX) for module in modules)
     names = set()
     for module in modules:
         last = module.rpartition(".")[2]

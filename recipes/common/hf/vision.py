@@ -15,6 +15,10 @@ TEXT_PREFIXES = {
 VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 
+# The start of the text model's names in memory of newer versions of transformers, and in newer files.
+TEXT = "model.language_model."
+
+
 def text_config(file: ConfigFile) -> dict[str, Any]:
     """The text model's keys in config.json. Raises UserError."""
     file.refuse({"is_causal": (True,)})  # of the text model, too
@@ -24,13 +28,20 @@ def text_config(file: ConfigFile) -> dict[str, Any]:
     return text
 
 
-def without_vision(stored: dict[str, Stored], config: Any) -> Selection:
+def in_whole(name: str) -> str:
+    """The name of a text model's tensor in a model that also sees."""
+    return TEXT + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def without_vision(
+    stored: dict[str, Stored], config: Any, why: str = "the zoo has the text model"
+) -> Selection:
     text = {
         name: tensor
         for name, tensor in stored.items()
         if not name.removeprefix("model.").startswith(VISION_PREFIXES)
     }
-    return Selection(text, config, "The vision tower was left out; the zoo has the text model.")
+    return Selection(text, config, f"The vision tower was left out; {why}.")
 
 
 def canonical(name: str) -> str:
