@@ -116,8 +116,8 @@ def test_a_folder_is_written_back_bit_equal(kind, tmp_path):
 LORA = GOLDEN / "gemma4_lora"  # made by PEFT, of the decoder's projections, by the same script
 
 
-def peft_source():
-    return checkpoint.find(LORA, base=f"hf:{GOLDEN / 'gemma4'}", entry=ENTRY)
+def peft_source(entry: str = ENTRY):
+    return checkpoint.find(LORA, base=f"hf:{GOLDEN / 'gemma4'}", entry=entry)
 
 
 @pytest.mark.full
@@ -130,19 +130,20 @@ def test_logits_with_an_adapter_are_those_of_peft():
     np.testing.assert_allclose(logits[:, ::8], wanted, atol=TOLERANCE)
 
 
-def test_an_adapter_of_peft_is_written_back_bit_equal(tmp_path):
-    """PEFT then adapts the same modules: not those of the tower that have the same names."""
-    adapter = peft_source().adapter
+@pytest.mark.parametrize("entry", [ENTRY, "gemma4"])
+def test_an_adapter_of_peft_is_written_back_bit_equal(entry, tmp_path):
+    """PEFT then adapts the same modules: not those of the tower that have the same names. Also if the
+    entry is the text model's, because `transformers` loads the folder whole.
+    """
+    source = peft_source(entry)
+    assert source.metadata["entry"] == entry
+    adapter, architecture = source.adapter, source.metadata["architecture"]
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = jax.tree.map(lambda x: x.update(sharding=one), adapter.shapes())
     factors = {path: np.asarray(x) for path, x in paths(adapter.read(shapes)["params"]).items()}
     back = tmp_path / "back"
-    hf.write_adapter(back, ENTRY, adapter.config, None, factors.__getitem__)
-    adapts_as_peft_s(back)
-
-
-def adapts_as_peft_s(back) -> None:
-    """Asserts that an adapter has the tensors of LORA, and that PEFT would adapt the same modules."""
+    read = factors.__getitem__
+    hf.write_adapter(back, entry, adapter.config, "org/name", read, architecture=architecture)
     theirs, ours = (
         safetensors.numpy.load_file(folder / "adapter_model.safetensors") for folder in (LORA, back)
     )
@@ -158,19 +159,9 @@ def adapts_as_peft_s(back) -> None:
     assert chosen == {name.removeprefix(start).partition(".lora_")[0] for name in theirs}
 
 
-@pytest.mark.parametrize("entry", full_except(["", ENTRY], [""]))
-def test_an_adapter_has_the_names_of_its_base_s_class_whatever_entry_wrote_it(entry, tmp_path):
-    """`transformers` loads a folder that sees whole, also for text, and the tower has modules alike."""
-    back = tmp_path / "back"
-    recipes.hf.export(
-        Export(str(LORA), str(back), f"hf:{GOLDEN / 'gemma4'}", entry=entry, adapter=True)
-    )
-    adapts_as_peft_s(back)
-
-
 def test_an_adapter_on_a_checkpoint_of_the_text_model_has_a_text_model_s_names(tmp_path):
     """PEFT can load it onto an export of that checkpoint, a Gemma4ForCausalLM."""
-    source = checkpoint.find(LORA, base=f"hf:{GOLDEN / 'gemma4'}")
+    source = peft_source("gemma4")
     config, architecture = source.adapter.config, source.metadata["architecture"]
     assert architecture == "Gemma4ForConditionalGeneration"
 
