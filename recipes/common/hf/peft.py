@@ -434,9 +434,11 @@ def write_adapter(
     adapted = {t.name.split(".lora_")[0] for t in expanded if ".lora_" in t.name}
     plain = paths(shapes_of(entry, dataclasses.replace(config, lora_rank=0))["params"])
     weights = {tensor.name for tensor in tensors.expand(names, plain)}
+    # In older versions of transformers, experts have modules as in folders.
+    stored = tensors.expand(family.tensors(config), plain)
     every = {
         module
-        for weight in weights
+        for weight in weights | {PREFIX + family.peft_name(tensor.name) for tensor in stored}
         for module in itertools.accumulate(weight.split(".")[:-1], "{}.{}".format)
     }
     every = None if family.is_part else every
