@@ -801,6 +801,35 @@ def test_an_adapter_of_experts_that_a_folder_has_apart_is_written_back_bit_equal
     assert keys["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
 
 
+WHOLE = "model.language_model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "target"),
+    [
+        ("gemma3_vision", WHOLE, WHOLE),  # the tower has a q_proj too
+        ("mistral3", WHOLE, WHOLE),
+        # AutoModelForCausalLM makes a text model of this folder.
+        ("qwen3_5_vision", "model.layers.1.self_attn.q_proj", "q_proj"),
+    ],
+    ids=["gemma3", "mistral3", "qwen3_5"],
+)
+def test_an_adapter_on_a_folder_that_sees_fits_the_class_that_loads_it(
+    name, module, target, tmp_path
+):
+    base = hf.Folder(GOLDEN / name)
+    config = dataclasses.replace(base.config, lora_rank=2, lora_targets=("q",))
+    shapes = paths(hf.folder.shapes_of(base.family.entry, config)["params"])
+    hf.write_adapter(
+        tmp_path / "out", base.family.entry, config, "org/name",
+        lambda path: np.zeros(shapes[path].shape, np.float32),
+        architecture=base.metadata["architecture"],
+    )  # fmt: skip
+    assert f"base_model.model.{module}.lora_A.weight" in tensors_of(tmp_path / "out")
+    keys = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert target in keys["target_modules"]
+
+
 def test_gpt2_s_factors_lie_side_by_side_in_peft_s(tmp_path):
     """PEFT has one A for q, k and v: ours, which differ, as three times the rank."""
     plain = hf.Folder(GOLDEN / "gpt2").config
