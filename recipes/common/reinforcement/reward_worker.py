@@ -54,8 +54,8 @@ def main(path: str, name: str) -> None:
     while True:
         task = json.loads(tasks.get())
         with _limited(task["seconds"]):
-            answer = _rewards(function, batched, task)
-        print(json.dumps(answer), file=answers)
+            reply = _rewards(function, batched, task)
+        print(json.dumps(reply), file=answers)
 
 
 def _read(requests, tasks: queue.SimpleQueue) -> None:

@@ -112,11 +112,11 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):  # it died, which the answer reports
             self._process.stdin.write(json.dumps(task, default=str).encode() + b"\n")
             self._process.stdin.flush()
-        answer = self._answer(seconds)
-        if answer.get("died"):
+        reply = self._answer(seconds)
+        if reply.get("died"):
             self.close()
             self._start()
-        return answer
+        return reply
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         out = self._process.stdout
@@ -192,17 +192,17 @@ class Rewards:
         return np.concatenate([np.zeros(0), *rewards])
 
     def _computed(self, worker: Worker, answers: list[Answered], name: str) -> np.ndarray:
-        answer = worker(answers, self._flags.reward_seconds)
-        if "rewards" in answer:
-            return np.array(answer["rewards"], np.float64)
-        what = f"the reward {name!r} of an answer to {answers[answer['number']].where} failed"
+        reply = worker(answers, self._flags.reward_seconds)
+        if "rewards" in reply:
+            return np.array(reply["rewards"], np.float64)
+        what = f"the reward {name!r} of an answer to {answers[reply['number']].where} failed"
         if self._flags.reward_errors == STOP:
             raise Stopped(
-                f"{what} ({answer['error']}); fix it, or use --reward_errors=zero: the same command resumes"
+                f"{what} ({reply['error']}); fix it, or use --reward_errors=zero: the same command resumes"
             )
         self.failed += len(answers)
         if self.failed == len(answers):  # the first time
-            warn(f"{what} ({answer['error']}); such rewards are 0, and counted as reward_errors")
+            warn(f"{what} ({reply['error']}); such rewards are 0, and counted as reward_errors")
         return np.zeros(len(answers))
 
     def close(self) -> None:
